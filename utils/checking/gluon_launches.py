@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from utils import attention
-from utils.checking.kernel_exercises import UNWRITTEN, Launch, Tile
+from utils.checking.kernel_exercises import UNWRITTEN, Launch, Tile, Try
 
 Normal = Callable[..., torch.Tensor]  # standard normal values: normal(*shape, dtype=...)
 # Attention in 16 bits differs from float64 by 2e-3 at most in these launches, and by 0.2% of large outputs.
@@ -23,7 +23,7 @@ CLOSE: dict[str, Any] = {"rtol": 1e-2, "atol": 5e-3}
 Attention = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v (heads, S, D), expected output
 
 
-def transpose_launch(m: int, n: int, normal: Normal = torch.randn, spare: int = 0) -> tuple[Launch, dict]:
+def transpose_launch(m: int, n: int, normal: Normal = torch.randn, spare: int = 0) -> Try:
     """Return a launch on a random (m, n) matrix, and what it should write; rows lie `spare` elements further apart than they are long."""
     x, y = normal(m, n + spare)[:, :n], torch.full((n, m + spare), UNWRITTEN)[:, :m]
     args = dict(x_ptr=x, y_ptr=y, m=m, n=n, x_stride=n + spare, y_stride=m + spare)
@@ -33,7 +33,7 @@ def transpose_launch(m: int, n: int, normal: Normal = torch.randn, spare: int = 
 
 def transpose_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
     """Return the transposes that known mistakes give, NaN where nothing is written: {what is wrong: transpose}."""
-    args: dict[str, Any] = launch.args
+    args = launch.args
     x, y, (m, n) = args["x_ptr"], args["y_ptr"], args["x_ptr"].shape
     exchanged = torch.full_like(y, math.nan)
     exchanged[:m, :n] = x.T[:m, :n]
@@ -42,9 +42,7 @@ def transpose_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor
     }
 
 
-def async_copy_launch(
-    n: int, tiles: int, stages: int, tile: int = 256, normal: Normal = torch.randn
-) -> tuple[Launch, dict]:
+def async_copy_launch(n: int, tiles: int, stages: int, tile: int = 256, normal: Normal = torch.randn) -> Try:
     """Return a launch on n elements, `tiles` tiles of `tile` a program, and what it should write."""
     a, b = normal(n), normal(n)
     args = dict(a_ptr=a, b_ptr=b, c_ptr=torch.full((n,), UNWRITTEN), n=n, TILE=tile, TILES=tiles, STAGES=stages)
@@ -54,7 +52,7 @@ def async_copy_launch(
 
 def tma_ring_launch(
     rows: int, columns: int, stages: int, dtype: torch.dtype = torch.float16, normal: Normal = torch.randn
-) -> tuple[Launch, dict]:
+) -> Try:
     """Return a launch on a random matrix, and the sums of squares of its rows."""
     x = normal(rows, columns, dtype=dtype)
     args = dict(
@@ -66,7 +64,7 @@ def tma_ring_launch(
 
 def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
     """Return the sums of squares that known mistakes give: {what is wrong: sums}."""
-    args: dict[str, Any] = launch.args
+    args = launch.args
     x, tile = args["x_desc"].tensor.double(), 64
     columns, stages = x.shape[1], args["STAGES"]
     tiles = math.ceil(columns / tile)
@@ -93,7 +91,7 @@ def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
     }
 
 
-def repair_launch(stages: int, tiles: int = 6, normal: Normal = torch.randn) -> tuple[Launch, dict]:
+def repair_launch(stages: int, tiles: int = 6, normal: Normal = torch.randn) -> Try:
     """Return a launch of the ring to repair, and what it should write."""
     x = normal(16, 32 * tiles)
     args = dict(
@@ -115,7 +113,7 @@ def wgmma_launch(
     normal: Normal = torch.randn,
     block_m: int = 64,
     file: str = "lab3_wgmma.py",
-) -> tuple[Launch, dict]:
+) -> Try:
     """Return a launch on random matrices (m, k) and (n, k), and the product of the first with the other transposed."""
     a, b = normal(m, k, dtype=dtype), normal(n, k, dtype=dtype)
     c = torch.full((m, n), UNWRITTEN, dtype=dtype)
@@ -142,7 +140,7 @@ def cancelling(normal: Normal = torch.randn) -> Normal:
 
 def wgmma_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
     """Return the products that known mistakes give: {what is wrong: product}."""
-    args: dict[str, Any] = launch.args
+    args = launch.args
     a, b = (args[name].tensor.double() for name in ("a_desc", "b_desc"))
     last = (a.shape[1] - 1) // 64 * 64
     c, (rows, columns) = expected["c_desc"], args["c_desc"].block
@@ -215,7 +213,7 @@ def exponent_scale(d: int) -> float:
     return math.log2(math.e) / math.sqrt(d)
 
 
-def attention_launch(file: str, rows: int, q, k, v, expected, keys: int = 64, **constants) -> tuple[Launch, dict]:
+def attention_launch(file: str, rows: int, q, k, v, expected, keys: int = 64, **constants) -> Try:
     """Return a launch of `attention` with one program for each `rows` queries of a head, and blocks of `keys` keys."""
     out = torch.full_like(q, UNWRITTEN)
     args = dict(q_desc=tile(q, 64), k_desc=tile(k, keys), v_desc=tile(v, keys), o_desc=tile(out, 64), sk=k.shape[1])
@@ -226,11 +224,11 @@ def attention_launch(file: str, rows: int, q, k, v, expected, keys: int = 64, **
 
 def overlap_launch(
     q, k, v, expected, stages: int = 2, block_n: int = 64, block_m: int = 64, file: str = "lab3_overlap.py"
-) -> tuple[Launch, dict]:
+) -> Try:
     """Return a launch on q, k, v (heads, S, D), one program for each two tiles of `block_m` queries of a head."""
     q, k, v, expected = (x[None] for x in (q, k, v, expected))
     heads, sq = q.shape[1:3]
-    args: dict[str, object] = dict(q_desc=tile(q, block_m), k_desc=tile(k, block_n), v_desc=tile(v, block_n))
+    args: dict[str, Any] = dict(q_desc=tile(q, block_m), k_desc=tile(k, block_n), v_desc=tile(v, block_n))
     args |= dict(o_desc=tile(torch.full_like(q, UNWRITTEN), block_m), sq=sq, sk=k.shape[2], heads=heads)
     args |= dict(c=exponent_scale(q.shape[-1]), STAGES=stages)
     launch = Launch("attention", (math.ceil(sq / (2 * block_m)), heads), args, outputs=("o_desc",), file=file)

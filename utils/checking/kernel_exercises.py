@@ -61,7 +61,7 @@ class Launch:
 
     kernel: str  # the name of the @gluon.jit function
     grid: tuple[int, ...]
-    args: dict[str, object]  # by name; a `Tile` becomes a TMA descriptor
+    args: dict[str, Any]  # by name; a `Tile` becomes a TMA descriptor
     outputs: tuple[str, ...]  # the names of the tensors that the kernel writes
     num_warps: int = 4  # of the default partition
     file: str = "kernels.py"  # the name of the student's file

@@ -6,6 +6,7 @@ The sentences say what to look at, not what to write. Attention is computed bloc
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -150,34 +151,22 @@ OVERLAP = {
 }
 
 
-def attention_mistake(got: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False) -> str:
-    """Return a hint if `got` is what a known mistake makes of attention over (..., S, D); "" if none is known.
-
-    Args:
-        got: the output that was returned.
-        q: (..., S, D).
-        k: (..., L, D).
-        v: (..., L, D).
-        causal: whether a causal mask was asked for.
-    """
-    right_scale = 1 / math.sqrt(q.shape[-1])
+def attention_mistake(got: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """Return a hint if `got` is what a known mistake makes of attention over q, k, v (..., S, D); "" if none is known."""
+    scale = 1 / math.sqrt(q.shape[-1])
     q, k, v = (t.detach().double() for t in (q, k, v))
-
-    def attend(scale: float = right_scale, causal: bool = causal) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal)
-
-    scores = q @ k.mT * right_scale
+    attend = functools.partial(F.scaled_dot_product_attention, q, k, v)
+    scores = q @ k.mT * scale
     known = {
-        "The scores are divided by the square root of the head dimension.": attend(1.0),
-        "The scores are divided by sqrt(D), not by D or twice.": attend(right_scale**2),
-        "The root is that of the head dimension D, not of the length.": attend(1 / math.sqrt(q.shape[-2])),
-        "The scores are divided by sqrt(D), not multiplied.": attend(1 / right_scale),
+        "The scores are divided by the square root of the head dimension.": attend(scale=1.0),
+        "The scores are divided by sqrt(D), not by D or twice.": attend(scale=scale**2),
+        "The root is that of the head dimension D, not of the length.": attend(scale=1 / math.sqrt(q.shape[-2])),
+        "The scores are divided by sqrt(D), not multiplied.": attend(scale=1 / scale),
         "Which dimension is the softmax over? Each QUERY's weights sum to 1.": torch.softmax(scores, dim=-2) @ v,
         "The output is not divided by the sum of the weights.": torch.exp(scores - scores.amax(-1, keepdim=True)) @ v,
     }
     if q.shape[-2] == k.shape[-2]:
-        hint = "A query may not see the keys after it." if causal else "No mask was asked for."
-        known[hint] = attend(causal=not causal)
+        known["No mask was asked for."] = attend(is_causal=True)
     return name_mistakes(got, attend(), known)
 
 

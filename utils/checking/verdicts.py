@@ -170,21 +170,17 @@ def needs(own: str = "", /, *, files: dict[str, str] | None = None, after: str =
     """
     names = sys._getframe(1).f_globals
     above = "Run the cells above this one first (menu Run, Run All Above Selected Cell)"
-    for name, question in answers.items():
-        if name not in names:
+    for name, question in [*answers.items(), *(files or {}).items()]:
+        what, file = f"This cell needs {_label(question)} ({name})", Path(name) if name not in answers else None
+        if file and not file.exists():
+            raise AnswerNeeded(f"{what}, and there is no such file: run the answer cell that writes it.")
+        if not file and name not in names:
             raise AnswerNeeded(
-                f"This cell needs {_label(question)} ({name}), and there is no {name}. {above}; if you renamed your "
-                f"answer, call it {name} again."
+                f"{what}, and there is no {name}. {above}; if you renamed your answer, call it {name} again."
             )
-        if question != own:
-            require_answer(name, names[name], question)
-    for name, question in (files or {}).items():
-        if not os.path.exists(name):
-            raise AnswerNeeded(
-                f"This cell needs {_label(question)} ({name}), and there is no such file: run the answer cell that writes it."
-            )
-        if question != own and raises_not_implemented(Path(name).read_text(errors="replace")):
-            raise AnswerNeeded(f"This cell needs {_label(question)} ({name}): answer it first.")
+        written = not raises_not_implemented(file.read_text(errors="replace")) if file else is_answered(names[name])
+        if question != own and not written:
+            raise AnswerNeeded(f"{what}: answer it first.")
     # Answers come first: a cell above that defines nothing may have stopped for the same answer.
     lost = [name for name in after.split() if name not in names]
     if lost:

@@ -24,17 +24,20 @@ Of other machinery it sees:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 import torch.autograd.forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from utils.checking.authors import StudentLine, lender, line_of_stack
 
@@ -182,59 +185,46 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class watch_operations:
+# Through which every derivative by torch goes: backward, autograd.grad, torch.func's vjp, and forward mode.
+_DERIVATIVES = (
+    ("torch.autograd", "_engine_run_backward"),
+    ("torch.autograd.graph", "_engine_run_backward"),
+    ("torch.autograd.forward_ad", "make_dual"),
+)
+
+
+@contextlib.contextmanager
+def watch_operations() -> Iterator[OperationWatch]:
     """Record what runs inside: operators, custom operators, derivatives, and ways out of torch.
 
     `with watch_operations() as watch: gemm(a, b)` fills an `OperationWatch`. What is replaced for the watch is put back at
     its end, also when the code inside raises. Operators run slower under it (tens of microseconds each): watch small
     shapes, and never time under it.
     """
+    seen = OperationWatch()
 
-    # Through which every derivative by torch goes: backward, autograd.grad, torch.func's vjp, and forward mode.
-    _DERIVATIVES = (
-        ("torch.autograd", "_engine_run_backward"),
-        ("torch.autograd.graph", "_engine_run_backward"),
-        ("torch.autograd.forward_ad", "make_dual"),
-    )
-
-    def __enter__(self) -> OperationWatch:
-        self.seen = OperationWatch()
-        self._replaced = []
-        for module, name in self._DERIVATIVES:
-            owner = sys.modules[module]
-            self._replaced.append((owner, name, vars(owner)[name]))
-            setattr(owner, name, self._noted(vars(owner)[name]))
-        self._modes: list = [_Dispatch(self.seen), _Calls(self.seen)]
-        for mode in self._modes:
-            mode.__enter__()
-        return self.seen
-
-    def __exit__(self, *error: object) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(*error)
-        for owner, name, before in reversed(self._replaced):
-            setattr(owner, name, before)
-
-    def _noted(self, function):
-        def noted(*args, **kwargs):
-            self.seen._note(self.seen.calls, "autograd")
+    def noted(function: Callable) -> Callable:
+        def note_and_call(*args, **kwargs):
+            seen._note(seen.calls, "autograd")
             return function(*args, **kwargs)
 
-        return noted
+        return note_and_call
+
+    with contextlib.ExitStack() as watching:
+        for module, name in _DERIVATIVES:
+            owner = sys.modules[module]
+            watching.enter_context(mock.patch.object(owner, name, noted(getattr(owner, name))))
+        watching.enter_context(_Dispatch(seen))
+        watching.enter_context(_Calls(seen))
+        yield seen
 
 
 # ---- how large their tensors are -------------------------------------------------------------------------------------
 
 
 def tensors_in(values) -> list[torch.Tensor]:
-    """Return the tensors among arguments or results, those in lists and tuples included."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
+    """Return the tensors among arguments or results, those in containers included."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def operator_name(func) -> str:
@@ -308,22 +298,18 @@ def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: st
     called = [name for name in watch.calls if pattern.fullmatch(_plain(name))]
     ran = [name for name in watch.operations if pattern.fullmatch(_plain(name))]
     if called or ran:
-        name = (called or ran)[0]
-        shown = f"torch's {_plain(name)}" if called else f"aten.{name}"
-        shown += f" (it ran aten.{ran[0]})" if called and ran and ran[0] != _plain(name) else ""
-        raise AssertionError(f"your code may not use {shown} here.{_sentence(hint)}{watch.at(name)}")
-    if watch.borrowed:
+        shown = f"torch's {_plain(called[0])}" if called else f"aten.{ran[0]}"
+        also = f" (it ran aten.{ran[0]})" if called and ran and ran[0] != _plain(called[0]) else ""
+        name, words = (called or ran)[0], f"may not use {shown}{also} here."
+    elif watch.borrowed:
         name = next(iter(watch.borrowed))
-        raise AssertionError(
-            f"your code had a formula of a library computed ({name}). Write it yourself, with torch's operators."
-            f"{_sentence(hint)}{watch.at(name)}"
-        )
-    if watch.custom:
+        words = f"had a formula of a library computed ({name}). Write it yourself, with torch's operators."
+    elif watch.custom:
         name = next(iter(watch.custom))
-        raise AssertionError(
-            f"your code ran the custom operator {name}, whose inside cannot be watched. Write it with torch's own "
-            f"operators.{_sentence(hint)}{watch.at(name)}"
-        )
+        words = f"ran the custom operator {name}, whose inside cannot be watched. Write it with torch's own operators."
+    else:
+        return
+    raise AssertionError(f"your code {words}{_sentence(hint)}{watch.at(name)}")
 
 
 def forbid_leaving(watch: OperationWatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from utils.checking.gluon_launches import CLOSE, exponent_scale
-from utils.checking.kernel_exercises import Launch, Run, Seeds, Tile, Try, simulated
+from utils.checking.kernel_exercises import Launch, Run, Seeds, Try, simulated
 from utils.checking.kernel_exercises import overlap as overlap_of
 from utils.checking.labs.lab3_gluon.rules import cdiv, demand, number
 from utils.checking.mistakes import BLOCKS, OVERLAP, SOFTMAX, Steps, attention_in_blocks
@@ -22,7 +22,7 @@ def _mistakes(
     known: dict, downward: bool = False, block: int = 64
 ) -> Callable[[Launch, dict], dict[str, torch.Tensor]]:
     def of(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
-        q, k, v = (launch.args[name].tensor for name in ("q_desc", "k_desc", "v_desc"))  # type: ignore[attr-defined]
+        q, k, v = (launch.args[name].tensor for name in ("q_desc", "k_desc", "v_desc"))
         inverse = 1 / exponent_scale(q.shape[-1])
         missing = {
             "c is missing: the weights are powers of 2 of c times the scores.": Steps(scale=inverse),
@@ -39,7 +39,7 @@ def _mistakes(
 
 def blocks_of(launch: Launch) -> int:
     """How many blocks of keys a launch has."""
-    keys: Tile = launch.args["k_desc"]  # type: ignore[assignment]
+    keys = launch.args["k_desc"]
     return cdiv(keys.tensor.shape[-2], keys.block[-2])
 
 
@@ -65,7 +65,7 @@ def specialized(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = 
     tried = simulated(text, tries, hint=hint, mistakes=_mistakes(BLOCKS), seeds=seeds, compiles=compiles, close=CLOSE)
     for launch, run in tried:
         for events in run.programs():
-            expect_split(events, blocks_of(launch), launch.args["STAGES"])  # type: ignore[arg-type]
+            expect_split(events, blocks_of(launch), launch.args["STAGES"])
 
 
 def expect_split(events: list[Event], blocks: int, stages: int) -> None:

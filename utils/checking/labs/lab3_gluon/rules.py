@@ -89,7 +89,7 @@ def transpose(text: str, tries: Iterable[Try], compiles: bool = False) -> None:
     """Right at any size and stride; at whole tiles a program moves its tile and touches no sector more than it needs."""
     hint = "Row i, column j of X goes to row j, column i of Y: are the addresses turned, and how far apart do rows lie?"
     for launch, run in simulated(text, tries, hint=hint, mistakes=transpose_mistakes, compiles=compiles):
-        m, n, *strides = (int(launch.args[name]) for name in ("m", "n", "x_stride", "y_stride"))  # type: ignore[call-overload]
+        m, n, *strides = (int(launch.args[name]) for name in ("m", "n", "x_stride", "y_stride"))
         if m % 32 or n % 32 or any(stride % 8 for stride in strides):
             continue  # rows that begin within a sector touch more of them
         for events in run.programs():
@@ -117,7 +117,7 @@ def async_copy(
 def tma_ring(text: str, tries: Iterable[Try], ring: Ring, slots: tuple[int, ...], seeds: Seeds, compiles=False) -> None:
     """The same by TMA; there may be fewer tiles than slots."""
     for launch, run in simulated(text, tries, mistakes=ring_mistakes, seeds=seeds, compiles=compiles, close=SUMS):
-        tiles = cdiv(launch.args["columns"], 64)  # type: ignore[arg-type]
+        tiles = cdiv(launch.args["columns"], 64)
         for events in run.programs():
             copies = sum(e.kind == "copy in" and e.unit == "TMA" for e in events)
             demand(copies == tiles, f"a program with {tiles} tiles issues {copies} TMA copies: one each, by tma_load.")
@@ -226,7 +226,7 @@ def matmul(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = False
     for launch, run in simulated(
         text, tries, hint=hint, mistakes=wgmma_mistakes, seeds=seeds, compiles=compiles, close=PRODUCTS
     ):
-        steps = cdiv(launch.args["k_size"], 64)  # type: ignore[arg-type]
+        steps = cdiv(launch.args["k_size"], 64)
         for events in run.programs():
             products, copies, stored = (number(events, kind) for kind in ("wgmma", "copy in", "copy out"))
             demand(products == steps, f"{steps} steps along K, and {products} products: one a step.")
