@@ -37,10 +37,8 @@ from utils.kernels.offline import HOPPER
 from utils.machine import device
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-LIMITS: dict[str, Any] = {
-    "max_steps": 60_000,
-    "max_seconds": 40.0,
-}  # of a program's calls and loop turns, and of a launch
+# Calls and loop turns of one program, and seconds of a launch, after which an endless loop ends with a message.
+LIMITS: dict[str, Any] = {"max_steps": 60_000, "max_seconds": 40.0}
 COMPILE_SECONDS = 120.0
 UNWRITTEN = -61440.0  # fills outputs before a launch: 16 bits hold it exactly, and no launch of the course gives it
 EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
