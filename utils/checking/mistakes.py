@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+Mistakes = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
-def name_mistakes(
-    got: object, expected: torch.Tensor, mistakes: Mapping[str, torch.Tensor], otherwise: str = ""
-) -> str:
+
+def name_mistakes(got: object, expected: torch.Tensor, mistakes: Mistakes, otherwise: str = "") -> str:
     """Return the words of the mistakes that give these values: at most two, joined by "Or:".
 
     Args:
         got: the wrong result; anything but a tensor of the right shape has no known mistake.
         expected: the right one.
-        mistakes: {what is wrong: the values that it gives}. Values of another shape are not compared.
+        mistakes: {what is wrong: the values that it gives}, or pairs of these where two have the same words. Values of
+            another shape are not compared.
         otherwise: what is returned if no mistake fits.
     """
     if not isinstance(got, torch.Tensor) or got.shape != expected.shape:
@@ -31,14 +32,15 @@ def name_mistakes(
     found: list[tuple[float, str]] = []
     g = got.detach().double()
     wrong = _apart(g, expected.double())
-    for words, values in mistakes.items():
+    for words, values in mistakes.items() if isinstance(mistakes, Mapping) else mistakes:
         if values.shape == g.shape and wrong.any():
             apart = _apart(g, values.to(g)).double()
             # A mistake explains the wrong elements, and says nothing else about the right ones.
             if apart.mean() < 0.1 and apart[wrong].mean() < 0.1:
                 found.append((apart.mean().item(), words))
     best = min(found, default=(0.0, ""))[0]
-    return " Or: ".join([words for share, words in sorted(found) if share <= best + 1e-3][:2]) or otherwise
+    nearest = dict.fromkeys(words for share, words in sorted(found) if share <= best + 1e-3)
+    return " Or: ".join(list(nearest)[:2]) or otherwise
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

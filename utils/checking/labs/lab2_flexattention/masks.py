@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from utils.checking import FUSED_ATTENTION, expect_close, expect_items, expect_number, visible
 from utils.checking.masks import expect_mask, expect_program
+from utils.checking.mistakes import name_mistakes
 
 
 def masking_mistake(got, q, k, v, mask: torch.Tensor) -> str:
@@ -36,7 +37,7 @@ def masking_mistake(got, q, k, v, mask: torch.Tensor) -> str:
         *((heads, attend().roll(by, 1)) for by in range(1, q.shape[1])),
         (heads, attend().flip(1)),
     ]
-    found = next((hint for hint, wrong in known if torch.allclose(got.to(q.dtype), wrong, 1e-3, 1e-4)), "")
+    found = name_mistakes(got, attend(), known)
     if not found and not torch.equal(got[:, :, ~mask.any(-1)], torch.zeros_like(got[:, :, ~mask.any(-1)])):
         return "A query that sees no key gets zeros: the softmax of nothing is 0 divided by 0."
     return found
