@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from utils import attention
-from utils.checking.kernel_exercises import UNWRITTEN, Launch, Tile, Try
+from utils.checking.kernel_exercises import Launch, Tile, Try
 
 Normal = Callable[..., torch.Tensor]  # standard normal values: normal(*shape, dtype=...)
 # Attention in 16 bits differs from float64 by 2e-3 at most in these launches, and by 0.2% of large outputs.
@@ -25,7 +25,7 @@ Attention = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, 
 
 def transpose_launch(m: int, n: int, normal: Normal = torch.randn, spare: int = 0) -> Try:
     """Return a launch on a random (m, n) matrix, and what it should write; rows lie `spare` elements further apart than they are long."""
-    x, y = normal(m, n + spare)[:, :n], torch.full((n, m + spare), UNWRITTEN)[:, :m]
+    x, y = normal(m, n + spare)[:, :n], torch.empty(n, m + spare)[:, :m]
     args = dict(x_ptr=x, y_ptr=y, m=m, n=n, x_stride=n + spare, y_stride=m + spare)
     grid = (math.ceil(m / 32), math.ceil(n / 32))
     return Launch("transpose", grid, args, outputs=("y_ptr",), file="lab3_transpose.py"), {"y_ptr": x.T}
@@ -45,7 +45,7 @@ def transpose_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor
 def async_copy_launch(n: int, tiles: int, stages: int, tile: int = 256, normal: Normal = torch.randn) -> Try:
     """Return a launch on n elements, `tiles` tiles of `tile` a program, and what it should write."""
     a, b = normal(n), normal(n)
-    args = dict(a_ptr=a, b_ptr=b, c_ptr=torch.full((n,), UNWRITTEN), n=n, TILE=tile, TILES=tiles, STAGES=stages)
+    args = dict(a_ptr=a, b_ptr=b, c_ptr=torch.empty(n), n=n, TILE=tile, TILES=tiles, STAGES=stages)
     launch = Launch("add", (math.ceil(n / (tile * tiles)),), args, outputs=("c_ptr",), file="lab3_async_copy.py")
     return launch, {"c_ptr": a + b}
 
@@ -55,9 +55,7 @@ def tma_ring_launch(
 ) -> Try:
     """Return a launch on a random matrix, and the sums of squares of its rows."""
     x = normal(rows, columns, dtype=dtype)
-    args = dict(
-        x_desc=Tile(x, [16, 64]), y_ptr=torch.full((rows,), UNWRITTEN), rows=rows, columns=columns, STAGES=stages
-    )
+    args = dict(x_desc=Tile(x, [16, 64]), y_ptr=torch.empty(rows), rows=rows, columns=columns, STAGES=stages)
     launch = Launch("sum_of_squares", (math.ceil(rows / 16),), args, outputs=("y_ptr",), file="lab3_tma_ring.py")
     return launch, {"y_ptr": x.double().square().sum(1)}
 
@@ -94,13 +92,8 @@ def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
 def repair_launch(stages: int, tiles: int = 6, normal: Normal = torch.randn) -> Try:
     """Return a launch of the ring to repair, and what it should write."""
     x = normal(16, 32 * tiles)
-    args = dict(
-        x_desc=Tile(x, [16, 32]),
-        y_desc=Tile(torch.full_like(x, UNWRITTEN), [16, 32]),
-        tiles=tiles,
-        factor=2.5,
-        STAGES=stages,
-    )
+    tile, out = Tile(x, [16, 32]), Tile(torch.empty_like(x), [16, 32])
+    args = dict(x_desc=tile, y_desc=out, tiles=tiles, factor=2.5, STAGES=stages)
     return Launch("scale", (1,), args, outputs=("y_desc",), file="lab3_broken.py"), {"y_desc": 2.5 * x}
 
 
@@ -116,7 +109,7 @@ def wgmma_launch(
 ) -> Try:
     """Return a launch on random matrices (m, k) and (n, k), and the product of the first with the other transposed."""
     a, b = normal(m, k, dtype=dtype), normal(n, k, dtype=dtype)
-    c = torch.full((m, n), UNWRITTEN, dtype=dtype)
+    c = torch.empty(m, n, dtype=dtype)
     args = dict(
         a_desc=Tile(a, [block_m, 64]), b_desc=Tile(b, [block_n, 64]), c_desc=Tile(c, [block_m, block_n]), k_size=k
     )
@@ -215,7 +208,7 @@ def exponent_scale(d: int) -> float:
 
 def attention_launch(file: str, rows: int, q, k, v, expected, keys: int = 64, **constants) -> Try:
     """Return a launch of `attention` with one program for each `rows` queries of a head, and blocks of `keys` keys."""
-    out = torch.full_like(q, UNWRITTEN)
+    out = torch.empty_like(q)
     args = dict(q_desc=tile(q, 64), k_desc=tile(k, keys), v_desc=tile(v, keys), o_desc=tile(out, 64), sk=k.shape[1])
     args |= dict(c=exponent_scale(q.shape[-1]), **constants)
     grid = (math.ceil(q.shape[1] / rows), q.shape[0])
@@ -229,7 +222,7 @@ def overlap_launch(
     q, k, v, expected = (x[None] for x in (q, k, v, expected))
     heads, sq = q.shape[1:3]
     args: dict[str, Any] = dict(q_desc=tile(q, block_m), k_desc=tile(k, block_n), v_desc=tile(v, block_n))
-    args |= dict(o_desc=tile(torch.full_like(q, UNWRITTEN), block_m), sq=sq, sk=k.shape[2], heads=heads)
+    args |= dict(o_desc=tile(torch.empty_like(q), block_m), sq=sq, sk=k.shape[2], heads=heads)
     args |= dict(c=exponent_scale(q.shape[-1]), STAGES=stages)
     launch = Launch("attention", (math.ceil(sq / (2 * block_m)), heads), args, outputs=("o_desc",), file=file)
     return launch, {"o_desc": expected}

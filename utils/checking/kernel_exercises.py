@@ -40,7 +40,7 @@ TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", t
 # Calls and loop turns of one program, and seconds of a launch, after which an endless loop ends with a message.
 LIMITS: dict[str, Any] = {"max_steps": 60_000, "max_seconds": 40.0}
 COMPILE_SECONDS = 120.0
-UNWRITTEN = -61440.0  # fills outputs before a launch: 16 bits hold it exactly, and no launch of the course gives it
+UNWRITTEN = -61440.0  # in outputs before a launch: 16 bits hold it exactly, and no launch of the course gives it
 EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
 Seeds = tuple[int | None, ...]  # timings of the simulator: None is the cost model's own
 
@@ -70,7 +70,8 @@ class Launch:
         for name, a in self.args.items():
             x = a.tensor if isinstance(a, Tile) else a
             if isinstance(x, torch.Tensor):
-                tensors[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+                copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+                tensors[name] = copy.fill_(UNWRITTEN) if name in self.outputs else copy.copy_(x)
             values.append(descriptor(tensors[name], a.block) if isinstance(a, Tile) else tensors.get(name, a))
         getattr(module, self.kernel)[self.grid](*values, num_warps=self.num_warps)
         return {name: tensors[name].cpu() for name in self.outputs}
