@@ -21,24 +21,21 @@ from utils.checking.watching import SizeWatch
 
 Mod = Callable[..., torch.Tensor]
 _SHOWN = 12  # keys of a table that a message shows
-_NO_VALUE = (
-    "takes a value out of a tensor (.item(), int(), float(), a Python index). A kernel has no Python: stay in tensors."
+_REASONS = (  # words of the errors under vmap, and the sentence that takes their place
+    (
+        ("data-dependent control flow", "asks a tensor for True or False"),
+        "asks a tensor for True or False: `and`, `or`, `not`, `if`, `max`, `min` and chained comparisons cannot "
+        "work here. Write &, |, ~, .clamp or torch.where, and put each comparison in parentheses.",
+    ),
+    (
+        (".item()", "__index__", "_local_scalar_dense"),
+        "takes a value out of a tensor (.item(), int(), float(), a Python index). A kernel has no Python: stay in tensors.",
+    ),
+    (
+        ("it must return True or False",),
+        "should return a bool tensor, one truth value a pair, such as k <= q. It does not.",
+    ),
 )
-
-
-def _reason(error: Exception) -> str | None:
-    """Return the sentence that replaces an error message of vmap; None if the message is clear."""
-    text = str(error)
-    if "data-dependent control flow" in text or "asks a tensor for True or False" in text:
-        return (
-            "asks a tensor for True or False: `and`, `or`, `not`, `if`, `max`, `min` and chained comparisons cannot "
-            "work here. Write &, |, ~, .clamp or torch.where, and put each comparison in parentheses."
-        )
-    if ".item()" in text or "__index__" in text or "_local_scalar_dense" in text:
-        return _NO_VALUE
-    if "it must return True or False" in text:
-        return "should return a bool tensor, one truth value a pair, such as k <= q. It does not."
-    return None
 
 
 def call_mod(function: Callable, what: str, *args, **kwargs):
@@ -46,10 +43,10 @@ def call_mod(function: Callable, what: str, *args, **kwargs):
     try:
         return function(*args, **kwargs)
     except (RuntimeError, TypeError) as error:
-        reason = _reason(error)
-        if reason is None:
-            raise
-        raise AssertionError(f"{what} {reason}") from None
+        for signs, reason in _REASONS:
+            if any(sign in str(error) for sign in signs):
+                raise AssertionError(f"{what} {reason}") from None
+        raise
 
 
 def count_arguments(mod: Mod) -> int:

@@ -25,6 +25,7 @@ Of other machinery it sees:
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import sys
@@ -142,29 +143,29 @@ class OperationWatch:
         return f"\n  {self.lines[name]}" if name in self.lines else ""
 
 
+@functools.cache
+def _counted_as(func) -> tuple[str, str]:
+    """Return the name of the counter of an operator, and its own name there."""
+    if not hasattr(func, "_schema"):  # a higher-order operator
+        return "operations", func.__name__
+    if func.namespace in ("aten", "prim", "prims", "profiler"):  # a label for the profiler computes nothing
+        return "operations", operator_name(func)
+    return "custom", func._schema.name
+
+
 class _Dispatch(TorchDispatchMode):
     supports_higher_order_operators = True  # flex_attention and the like arrive here instead of raising
 
     def __init__(self, seen: OperationWatch):
         super().__init__()
         self.seen = seen
-        self.names: dict[object, tuple[Counter[str], str]] = {}  # operator -> where it counts, and as what
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func not in self.names:
-            self.names[func] = self._name(func)
-        counter, name = self.names[func]
-        self.seen._note(counter, name)
+        counter, name = _counted_as(func)
+        self.seen._note(getattr(self.seen, counter), name)
         if name not in MOVES and (source := lender()):
             self.seen._note(self.seen.borrowed, source)
         return func(*args, **(kwargs or {}))
-
-    def _name(self, func) -> tuple[Counter[str], str]:
-        if not hasattr(func, "_schema"):  # a higher-order operator
-            return self.seen.operations, func.__name__
-        if func.namespace in ("aten", "prim", "prims", "profiler"):  # a label for the profiler computes nothing
-            return self.seen.operations, operator_name(func)
-        return self.seen.custom, func._schema.name
 
 
 class _Calls(TorchFunctionMode):
