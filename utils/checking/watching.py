@@ -8,7 +8,7 @@ A list of forbidden words in the source misses `F.linear`, `getattr(torch, "mat"
 cell, and it refuses an `if DEBUG:` that never runs. Here the code runs under modes of torch instead, and only what runs
 counts. The dispatch mode sees every operator below autograd: `a @ b` and `F.linear` as `aten.mm`, `einsum` as `aten.bmm`,
 a 1 x 1 convolution as `aten.convolution`. The function mode sees the calls above it, and with them the ways out of torch:
-`.numpy()`, `np.asarray(t)`, `.tolist()`, `.item()`, DLPack. Nobody can see what NumPy does afterwards, so the watch
+`.numpy()`, `np.asarray(t)`, `.tolist()`, DLPack. Nobody can see what NumPy does afterwards, so the watch
 reports that a tensor's numbers left torch; single numbers may.
 
 Of other machinery it sees:
