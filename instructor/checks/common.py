@@ -90,31 +90,7 @@ def expect_value(
         mistakes: {hint: the number that this mistake leads to}.
         rel: relative tolerance.
     """
-    try:
-        expect_number(got, expected, rel=rel, unit=unit, what=what)
-    except AssertionError as error:
-        if got is None or got is ... or isinstance(got, bool):
-            raise
-        try:
-            value = float(got)
-        except (TypeError, ValueError):
-            raise error from None
-        tail = f" {unit}" if unit else ""
-        got_text, expected_text = _shown(value), _shown(expected)
-        # At some sizes two mistakes lead to the same number; then the message names both.
-        hints = [
-            hint
-            for hint, number in (mistakes or {}).items()
-            if abs(value - number) <= rel * max(abs(number), 1e-300) and abs(number - expected) > rel * abs(expected)
-        ]
-        if hints:
-            hint = " Or: ".join(hints)
-            raise AssertionError(f"{what} is {got_text}{tail}, expected {expected_text}. {hint}") from None
-        raise AssertionError(f"{error} Expected here: {expected_text}{tail}.") from None
-
-
-def _shown(number: float) -> str:
-    return f"{int(number):,}" if float(number).is_integer() else f"{number:.6g}"
+    expect_number(got, expected, rel, unit, what, mistakes=mistakes, tell=True)
 
 
 def expect_counts(

@@ -203,6 +203,11 @@ WRONG_ANSWERS = [
         ("no schedule", (", schedule=default_schedule", ""), "Is schedule=default_schedule given"),
         ("no trace written", ("    prof.export_chrome_trace(str(trace_path))\n", ""), "no file was written"),
         ("no wait", ("            synchronize()\n", ""), "call synchronize()"),
+        (
+            "waits after the step",
+            ("synchronize()\n            prof.step()", "prof.step()\n            synchronize()"),
+            "between fn()",
+        ),
         ("no step", ("            prof.step()\n", ""), ("prof.step()",)),
         ("six calls", ("range(10)", "range(6)"), ("10 times", "prof.step()")),
         ("fixed file name", ("(str(trace_path))", '("trace.json")'), "no file was written"),

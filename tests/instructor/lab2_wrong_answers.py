@@ -313,7 +313,7 @@ def block_sparse_attention(q, k, v, block_mask):
 -    order = torch.argsort(conversation * (int(position.max()) + 1) + position)
 +    order = torch.argsort(conversation * (int(position.max()) + 1) + position % window)
 
-# %% q7_1 loses q7_1_tests q7_1_blocks_tests: order turned round => pairs it should not | neighbours | mixed up
+# %% q7_1 loses q7_1_tests q7_1_blocks_tests: order turned round => and should not | neighbours | mixed up
 -    return order, mask_mod
 +    return torch.argsort(order), mask_mod
 

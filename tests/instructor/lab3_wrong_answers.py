@@ -39,7 +39,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q2_1",
-        ("order read backwards", ("fast, slow =", "slow, fast ="), ("fastest dimension first", "Expected here")),
+        ("order read backwards", ("fast, slow =", "slow, fast ="), ("fastest dimension first", "expected")),
         ("repetitions dropped", (" + size[0] * size[1] * repetition", ""), "further registers"),
     ),
     *mistakes(
@@ -170,7 +170,7 @@ WRONG_ANSWERS = [
         ("waits for the product of this block", ("(tile), (i - 1) & 1", "(tile), i & 1"), ("deadlock", "parity")),
     ),
     *mistakes_in_text(r"""
-# %% q2_1: lanes do not wrap => Expected here | lanes 0 to 31
+# %% q2_1: lanes do not wrap => expected | lanes 0 to 31
 -    return warp, lane, piece + size[0] * size[1] * repetition
 +    return warp, lane + 32 * warp, piece + size[0] * size[1] * repetition
 

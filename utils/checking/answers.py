@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from utils.checking.watching import Rule, SizeWatch, tensors_in, watch_operations
+from utils.checking.watching import OperationWatch, Rule, SizeWatch, tensors_in, watch_operations
 
 
 class Answer:
@@ -18,11 +18,10 @@ class Answer:
         function: what the student wrote; its tensors may stand in tuples and lists.
         rule: what it keeps to; None watches nothing.
         limit: elements that an operator may work on; None takes the rule's number, if it has one.
-
-    Attributes:
-        sizes: the `SizeWatch` of the last call under a rule.
-        seen: the `OperationWatch` of the last call under a rule.
     """
+
+    sizes: SizeWatch  # of the last call under a rule
+    seen: OperationWatch  # of the last call under a rule
 
     def __init__(self, function: Callable, rule: Rule | None = None, limit: int | None = None) -> None:
         self._function, self._rule, self._limit = function, rule, limit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import linecache
 import os
@@ -53,9 +52,7 @@ def _owner(file: str) -> str:
     for folder, above in _FORMULAS:
         if path.startswith(folder) and path not in _HANDED_OUT:
             return path.removeprefix(above)
-    made = file.startswith(
-        ("<frozen", "<__array", "<eval_with_key", "<tests of ")
-    )  # the last are test cells, when graded
+    made = file.startswith(("<frozen", "<__array", "<eval_with_key", "<tests of "))  # the last: test cells, when graded
     return "" if made or path.startswith((*_COURSE, *_LIBRARIES)) else "student"
 
 
@@ -103,12 +100,8 @@ def lines_of_error(error: BaseException, skip: types.CodeType | None = None) -> 
 
 
 def raised_by_student(error: BaseException) -> bool:
-    """Return whether a `raise` of the student's raised it; torch raises NotImplementedError for operators that it lacks."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    raised = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS" if trace else False
-    return bool(getattr(error, "raised_by_student", trace and is_students(trace.tb_frame.f_code) and raised))
+    """Return whether it is the `raise NotImplementedError()` of a stub: torch's, for operators that it lacks, has words."""
+    return not str(error)
 
 
 def _with_inner_functions(code: types.CodeType) -> set[types.CodeType]:

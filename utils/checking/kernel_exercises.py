@@ -14,27 +14,35 @@ the grader can have them run in another process, and judge what they return in i
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 import importlib
+import math
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from utils.checking.kernel_files import HELPERS, expect_kernel_file, parse_file
-from utils.checking.kernel_mistakes import name_mistakes
+from utils.checking.mistakes import name_mistakes
 from utils.checking.verdicts import AnswerNeeded, expect_close, raises_not_implemented
 from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compile_kernel, import_file, write_source
 from utils.gluon_cpu.reports import Report, SimulationError
 from utils.gluon_cpu.simulation import Run, simulate
 from utils.gluon_cpu.timeline import CostModel, Event
 from utils.kernels.offline import HOPPER
-from utils.machine.device import interpreter_requested
+from utils.machine import device
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+# Calls and loop turns of one program, and seconds of a launch, after which an endless loop ends with a message.
+LIMITS: dict[str, Any] = {"max_steps": 60_000, "max_seconds": 40.0}
+COMPILE_SECONDS = 120.0
+UNWRITTEN = -61440.0  # in outputs before a launch: 16 bits hold it exactly, and no launch of the course gives it
+EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
+Seeds = tuple[int | None, ...]  # timings of the simulator: None is the cost model's own
 
 
 @dataclass(frozen=True)
@@ -47,42 +55,29 @@ class Tile:
 
 @dataclass
 class Launch:
-    """A kernel, its grid and its arguments.
+    """A kernel, its grid and its arguments."""
 
-    Attributes:
-        kernel: the name of the @gluon.jit function.
-        grid: the grid's size.
-        args: the arguments by name; a `Tile` becomes a TMA descriptor.
-        outputs: the names of the tensors that the kernel writes.
-        num_warps: warps of the default partition.
-        file: the name of the student's file, for messages.
-    """
-
-    kernel: str
+    kernel: str  # the name of the @gluon.jit function
     grid: tuple[int, ...]
-    args: dict[str, object]
-    outputs: tuple[str, ...]
-    num_warps: int = 4
-    file: str = "kernels.py"
-
-    def tensors(self, device: str) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors on a device, with the same strides."""
-        tensors = {name: a.tensor if isinstance(a, Tile) else a for name, a in self.args.items()}
-        return {
-            name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
-            for name, x in tensors.items()
-            if isinstance(x, torch.Tensor)
-        }
+    args: dict[str, Any]  # by name; a `Tile` becomes a TMA descriptor
+    outputs: tuple[str, ...]  # the names of the tensors that the kernel writes
+    num_warps: int = 4  # of the default partition
+    file: str = "kernels.py"  # the name of the student's file
 
     def run(self, module, device: str) -> dict[str, torch.Tensor]:
-        """Launch the kernel of a module on a device, and return the outputs on the CPU."""
-        tensors = self.tensors(device)
-        values = [
-            descriptor(tensors[name], a.block) if isinstance(a, Tile) else tensors.get(name, a)
-            for name, a in self.args.items()
-        ]
+        """Launch the kernel of a module on a device, with copies that have the same strides; return the outputs on the CPU."""
+        tensors, values = {}, []
+        for name, a in self.args.items():
+            x = a.tensor if isinstance(a, Tile) else a
+            if isinstance(x, torch.Tensor):
+                copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+                tensors[name] = copy.fill_(UNWRITTEN) if name in self.outputs else copy.copy_(x)
+            values.append(descriptor(tensors[name], a.block) if isinstance(a, Tile) else tensors.get(name, a))
         getattr(module, self.kernel)[self.grid](*values, num_warps=self.num_warps)
         return {name: tensors[name].cpu() for name in self.outputs}
+
+
+Try = tuple[Launch, dict[str, torch.Tensor]]  # a launch, and what it should write
 
 
 def descriptor(x: torch.Tensor, block: list[int]):
@@ -107,7 +102,7 @@ def _module(source: str, file: str):
         raise AnswerNeeded(f"{file} is not answered yet: it still has `raise NotImplementedError()` in it.")
     expect_kernel_file(source, file)
     try:
-        if interpreter_requested():
+        if device.interpreter_requested():
             text = "TRITON_INTERPRET is set, and Gluon kernels are not for Triton's interpreter"
             raise RuntimeError(f"{text}: unset it and restart the kernel.")
         return import_file(write_source(source, file))
@@ -117,17 +112,7 @@ def _module(source: str, file: str):
 
 
 def load_kernels(source: str | None, launch: Launch):
-    """Return the student's file as a module.
-
-    Args:
-        source: the text of the file; None if there is none yet.
-        launch: names the kernel, and its arguments in their order.
-
-    Raises:
-        AnswerNeeded: the kernel is not written yet.
-        AssertionError: the file holds more than kernels, cannot be imported, or its kernel has another name or other
-            arguments.
-    """
+    """Return the student's file as a module with the kernel of a launch; `AnswerNeeded` if that is not written yet."""
     if source is None:
         raise AnswerNeeded(f"{launch.file} is not written yet: answer its question first, and run its cell.")
     module = _module(source, launch.file)
@@ -166,8 +151,7 @@ def describe(report: Report) -> str:
     lines = [f"{report.kind}{who}, program {report.program}:", f"    {report.message}"]
     if report.site.line:
         lines.append(f"  at {report.site}")
-    lines += [f"  called from {site}" for site in report.callers[:2]]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  called from {site}" for site in report.callers[:2])])
 
 
 def simulate_launch(
@@ -176,46 +160,31 @@ def simulate_launch(
     *,
     seed: int | None = None,
     timeline: bool | int = False,
-    max_steps: int = 60_000,
-    max_seconds: float = 40.0,
     model: CostModel | None = None,
 ) -> tuple[dict[str, torch.Tensor], Run]:
-    """Run a launch in the simulator.
+    """Run a launch in the simulator; return the outputs by name, and the Run.
 
     Args:
         source: the text of the student's file.
         launch: the kernel and its arguments.
         seed: None runs by the cost model's times; a number stretches and shrinks them.
         timeline: how many programs to record; True is one.
-        max_steps: calls and loop turns of one program, after which an endless loop ends with a message.
-        max_seconds: wall-clock time of the launch.
         model: the cost model.
-
-    Returns:
-        The outputs by name, and the Run.
 
     Raises:
         AssertionError: the simulator found a mistake; the message is its report.
     """
-    options: dict[str, object] = {"seed": seed, "timeline": timeline, "max_steps": max_steps}
-    options |= {"max_seconds": max_seconds, "model": model}
-    outputs, seen = simulate_file(source, launch, options)
-    run = Run(seed, True, int(timeline), max_steps, max_seconds, model or CostModel())
+    outputs, seen = simulate_file(source, launch, {"seed": seed, "timeline": timeline, "model": model})
+    run = Run(seed, True, int(timeline), **LIMITS, model=model or CostModel())
     vars(run).update(seen, events=[Event(*fields) for fields in seen["events"]])
     return outputs, run
 
 
 def simulate_file(source: str, launch: Launch, options: dict) -> tuple[dict[str, torch.Tensor], dict]:
-    """Run a launch in the simulator; return the outputs, and what the simulator saw, as plain data.
-
-    Args:
-        source: the text of the student's file.
-        launch: the kernel and its arguments.
-        options: of `simulate`.
-    """
+    """Run a launch in the simulator with options of `simulate`; return the outputs, and what it saw, as plain data."""
     module = load_kernels(source, launch)
     try:
-        with simulate(**options) as run:
+        with simulate(**LIMITS, **options) as run:
             outputs = launch.run(module, "cpu")
     except SimulationError as error:
         raise AssertionError(f"the simulator stopped {launch.kernel}.\n  {describe(error.report)}") from None
@@ -225,21 +194,13 @@ def simulate_file(source: str, launch: Launch, options: dict) -> tuple[dict[str,
     return outputs, {**seen, "cycles": [*map(float, run.cycles)], "events": [astuple(event) for event in run.events]}
 
 
-def simulate_failure(source: str, launch: Launch, *, seed: int | None = None) -> tuple[str, Run]:
-    """Run a launch that may fail, and return the report, "" if there is none, with the timeline up to it.
-
-    Args:
-        source: the text of the student's file.
-        launch: the kernel and its arguments.
-        seed: None runs by the cost model's times; a number stretches and shrinks them.
-    """
+def simulate_failure(source: str, launch: Launch, seed: int | None = None) -> tuple[str, Run]:
+    """Run a launch that may fail; return the report, "" if there is none, with the timeline up to it."""
     module = load_kernels(source, launch)
-    with simulate(seed=seed, timeline=True, max_steps=60_000, max_seconds=40.0) as run:
-        try:
-            launch.run(module, "cpu")
-        except SimulationError as error:
-            return describe(error.report), run
-    return describe(run.notes[0]) if run.notes else "", run
+    with simulate(seed=seed, timeline=True, **LIMITS) as run, contextlib.suppress(SimulationError):
+        launch.run(module, "cpu")
+    found = [*run.reports, *run.notes]
+    return describe(found[0]) if found else "", run
 
 
 def run_file(source: str, launch: Launch) -> dict[str, torch.Tensor]:
@@ -247,66 +208,12 @@ def run_file(source: str, launch: Launch) -> dict[str, torch.Tensor]:
     return launch.run(load_kernels(source, launch), "cuda")
 
 
-def compile_for_hopper(source: str, launch: Launch, timeout: float = 120.0, capability: int = HOPPER) -> Compiled:
-    """Compile the launch's kernel for sm_90a, or another compute capability, in a process of its own.
-
-    Args:
-        source: the text of the student's file.
-        launch: the kernel, with the arguments whose types it is compiled for.
-        timeout: seconds.
-        capability: the compute capability; 100 is Blackwell's.
-
-    Returns:
-        The kernel's instructions by what they do, registers and spilled bytes.
-
-    Raises:
-        AssertionError: the compiler refuses the kernel; the message has the compiler's words.
-    """
-    fields = compile_file(source, launch, figures=True, timeout=timeout, capability=capability)
-    assert fields is not None
-    return Compiled(**fields)
+def compile_for_hopper(source: str, launch: Launch, capability: int = HOPPER) -> Compiled:
+    """Compile a launch's kernel for sm_90a, or another capability; return its instructions by what they do, registers and spills."""
+    return Compiled(**cast(dict, compile_file(source, launch, True, capability)))
 
 
-def machine_code(source: str, launch: Launch, containing: str, compiled: Compiled | None = None) -> str:
-    """Return what became of the lines of a student's file that contain a text: the PTX and the SASS below each line.
-
-    Args:
-        source: the text of the file.
-        launch: the kernel, with the arguments whose types it is compiled for.
-        containing: a part of the lines to show, or several, separated by "|".
-        compiled: what `compile_for_hopper` returned for them; None compiles.
-
-    Raises:
-        AssertionError: the compiler refuses the kernel, or no line contains the text.
-    """
-    compiled = compiled or compile_for_hopper(source, launch)
-    shown = []
-    for number, text in enumerate(source.splitlines(), 1):
-        code = text.split("#")[0]
-        if not any(part in code for part in containing.split("|")):
-            continue
-        rows = [f"line {number}: {text.strip()}"]
-        for kind, lines in compiled.lines.items():
-            found: dict[str, int] = {}
-            for instruction in lines.get(str(number), []):
-                # Registers and addresses say little here; equal instructions are counted.
-                short = re.sub(r"(\.[a-zA-Z0-9_:.]+) .*", r"\1", instruction) if kind == "PTX" else instruction
-                short = re.sub(r"^@!?U?P\w+ ", "", re.sub(r"^@!?%p\d+ ", "", short))
-                short = re.sub(r"^([A-Z][A-Z0-9_.x]+).*", r"\1", short) if kind == "SASS" else short
-                found[short] = found.get(short, 0) + 1
-            rows += [
-                f"    {kind:5}{short}{f'  ({count} times)' if count > 1 else ''}" for short, count in found.items()
-            ]
-        if len(rows) > 1:
-            shown.append("\n".join(rows))
-    if not shown:
-        raise AssertionError(f"no line of {launch.file} that contains {containing!r} became an instruction.")
-    return "\n".join(shown)
-
-
-def compile_file(
-    source: str, launch: Launch, figures: bool, timeout: float = 120.0, capability: int = HOPPER
-) -> dict | None:
+def compile_file(source: str, launch: Launch, figures: bool, capability: int = HOPPER) -> dict | None:
     """Compile a launch's kernel; return the fields of `Compiled`, or None if no figures are asked for."""
     kernel = getattr(load_kernels(source, launch), launch.kernel)
     constant = [p.name for p in kernel.params if p.is_constexpr]
@@ -320,15 +227,14 @@ def compile_file(
         num_warps=launch.num_warps,
         capability=capability,
     )
+    compiler = f"the compiler for sm_{capability}a"
     try:
-        compiled = compile_kernel(request, figures=figures, timeout=timeout)
+        compiled = compile_kernel(request, figures=figures, timeout=COMPILE_SECONDS)
     except CompilerRefusal as refusal:
         words = _complaint(str(refusal), source)
-        raise AssertionError(f"the compiler for sm_{capability}a refuses {launch.file}:\n{words}") from None
+        raise AssertionError(f"{compiler} refuses {launch.file}:\n{words}") from None
     except TimeoutError:
-        raise AssertionError(
-            f"{launch.file}: the compiler for sm_{capability}a did not finish within {timeout:.0f} s."
-        ) from None
+        raise AssertionError(f"{launch.file}: {compiler} did not finish within {COMPILE_SECONDS:.0f} s.") from None
     return asdict(compiled) if compiled is not None else None
 
 
@@ -347,10 +253,35 @@ def _complaint(stderr: str, source: str) -> str:
         if line and line in student_lines:
             where = f"line {student_lines.index(line) + 1}: " if student_lines.count(line) == 1 else ""
             return f"    {where}{line}" + (f"\n    {words}" if words else "")
-    lines = [line for line in stderr.strip().splitlines() if line.strip()]
-    starts = [i for i, line in enumerate(lines) if re.match(r"\S*(Error|Exception|error)\b.*:", line)]
-    first = starts[-1] if starts else max(0, len(lines) - 6)
-    return "\n".join(f"    {line}" for line in lines[first:][-14:])
+    lines = stderr.strip().splitlines()
+    first = max((i for i, line in enumerate(lines) if re.match(r"\S*(Error|Exception)\b", line)), default=-1)
+    return "\n".join(f"    {line}" for line in lines[first:][:14])
+
+
+def machine_code(source: str, launch: Launch, containing: str, compiled: Compiled) -> str:
+    """Return the PTX and the SASS of lines of a student's file.
+
+    Args:
+        source: the text of the file.
+        launch: names the file.
+        containing: a part of the lines to show, or several, separated by "|".
+        compiled: what `compile_for_hopper` made of the file.
+    """
+    shown = []
+    for number, text in enumerate(source.splitlines(), 1):
+        if not any(part in text.split("#")[0] for part in containing.split("|")):
+            continue
+        rows = [f"line {number}: {text.strip()}"]
+        for kind, lines in compiled.lines.items():
+            # Registers, addresses and predicates say little here; equal instructions are counted.
+            plain = [re.sub(r"^@!?[%\w]+ ", "", instruction) for instruction in lines.get(str(number), [])]
+            names = r"(\.[a-zA-Z0-9_:.]+) .*" if kind == "PTX" else r"^([A-Z][A-Z0-9_.x]+).*"
+            for short, count in Counter(re.sub(names, r"\1", instruction) for instruction in plain).items():
+                rows.append(f"    {kind:5}{short}{f'  ({count} times)' if count > 1 else ''}")
+        shown += ["\n".join(rows)] if len(rows) > 1 else []
+    if not shown:
+        raise AssertionError(f"no line of {launch.file} that contains {containing!r} became an instruction.")
+    return "\n".join(shown)
 
 
 def triton_type(value: object) -> str:
@@ -368,97 +299,85 @@ def triton_type(value: object) -> str:
 
 def overlap(run: Run) -> float:
     """Return the share of the partitions' arithmetic that runs during a wgmma of the same partition (model cycles)."""
-    products: dict[str, list[tuple[float, float]]] = {}
-    for e in run.events:
-        if e.kind == "wgmma":
-            products.setdefault(e.partition, []).append((e.start, e.end))
     total = hidden = 0.0
-    for e in run.events:
-        if e.kind == "compute":
-            total += e.end - e.start
-            times = products.get(e.partition, [])
-            hidden += sum(max(0.0, min(e.end, end) - max(e.start, start)) for start, end in times)
+    for e in (e for e in run.events if e.kind == "compute"):
+        total += e.end - e.start
+        products = (p for p in run.events if p.kind == "wgmma" and p.partition == e.partition)
+        hidden += sum(max(0.0, min(e.end, p.end) - max(e.start, p.start)) for p in products)
     return hidden / total if total else 0.0
 
 
-def unwritten(source: str, launch: Launch, output: str) -> str:
-    """Say which elements of an output a kernel leaves as they were before it, "" if it writes all of them."""
-    marked, mark = copy.deepcopy(launch), 77.0
-    value: object = marked.args[output]
-    (value.tensor if isinstance(value, Tile) else cast(torch.Tensor, value)).fill_(mark)
-    left = (simulate_launch(source, marked)[0][output] == mark).nonzero()
-    if not len(left):
-        return ""
-    first = ", ".join(map(str, left[0].tolist()))
-    return (
-        f"{len(left):,} elements are never written, the first at ({first}). Does each program store its own tile, at its own "
-        "row and column, and does a mask keep too much away?"
-    )
-
-
-def expect_kernel(
+def simulated(
     source: str,
-    launch: Launch,
-    expected: dict[str, torch.Tensor],
+    tries: Iterable[Try],
     *,
-    rtol: float,
-    atol: float,
-    seeds: tuple[int | None, ...] = (None,),
-    compiles: bool = False,
     hint: str = "",
-    mistakes: Callable[[], dict[str, torch.Tensor]] | None = None,
-    max_steps: int = 60_000,
-    programs: int = 1,
-) -> Run:
-    """Assert that a kernel computes what is expected: in the simulator and, with `compiles`, beyond it.
+    mistakes: Callable[[Launch, dict], dict[str, torch.Tensor]] | None = None,
+    seeds: Seeds = (None,),
+    compiles: bool = False,
+    close: dict[str, Any] = EXACT,
+) -> Iterator[tuple[Launch, Run]]:
+    """Assert that a kernel writes what is expected; yield each launch with its first simulation, all programs recorded.
 
     Args:
         source: the text of the student's file.
-        launch: the kernel and its arguments.
-        expected: the right outputs, by name.
-        rtol: relative tolerance.
-        atol: absolute tolerance.
+        tries: launches, and the right outputs by name.
+        hint: what to look at when the values are wrong.
+        mistakes: gives {what is wrong: the first output with this mistake} for a launch; asked when the values are wrong.
         seeds: one simulation each; None is the cost model's own timing, and a number stretches and shrinks times, so
             that a wrong order shows.
-        compiles: also ask the compiler for sm_90a, and run on a Hopper GPU if this machine has one.
-        hint: what to look at when the values are wrong, if no known mistake explains them.
-        mistakes: gives {what is wrong: the first output with this mistake}; asked for only when the values are wrong.
-        max_steps: calls and loop turns of one program in the simulator.
-        programs: how many programs the timeline records.
-
-    Returns:
-        The first simulation, with a timeline.
+        compiles: also ask the compiler for sm_90a about the last launch, and run it on a Hopper GPU if there is one.
+        close: rtol and atol.
     """
-    from utils.machine.device import gluon_support, offline_compile_support
-
-    def compare(outputs: dict[str, torch.Tensor], where: str) -> None:
-        for name, tensor in expected.items():
-            what = f"{name} after {launch.kernel}{where}"
-            got, right = outputs[name], tensor.to(outputs[name].dtype)
-            never = unwritten(source, launch, name) if got.isnan().any() else ""
+    tries = list(tries)
+    for launch, expected in tries:
+        programs = math.prod(launch.grid)
+        runs: list[Run] = []
+        compare = functools.partial(_expect_outputs, launch, expected, hint, mistakes, close)
+        for seed in seeds:
+            outputs, run = simulate_launch(source, launch, seed=seed, timeline=0 if runs else programs)
+            compare(outputs, "" if seed is None else f" (simulated with times of seed {seed})")
+            runs.append(run)
+        if compiles and launch is tries[-1][0] and device.offline_compile_support():
             try:
-                if never:
-                    raise AssertionError(f"{what}: {never} {hint}")
-                expect_close(got, right, rtol=rtol, atol=atol, what=what, hint=hint)
-            except AssertionError as wrong:
-                words = name_mistakes(got, right, mistakes()) if mistakes else []
-                if not words:
-                    raise
-                text = str(wrong).removesuffix(hint).rstrip()
-                raise AssertionError(
-                    f"{text} These are the values of this mistake: {' Or: '.join(words)} {hint}"
-                ) from None
+                compile_file(source, launch, figures=False)
+            except AssertionError as refused:
+                raise AssertionError(f"the simulator accepts {launch.file}, but {refused}") from None
+        if compiles and launch is tries[-1][0] and device.gluon_support():
+            compare(run_file(source, launch), " on this machine's GPU (the simulator's result was right)")
+        yield launch, runs[0]
 
-    runs: list[Run] = []
-    for seed in seeds:
-        outputs, run = simulate_launch(source, launch, seed=seed, timeline=0 if runs else programs, max_steps=max_steps)
-        compare(outputs, "" if seed is None else f" (simulated with times of seed {seed})")
-        runs.append(run)
-    if compiles and offline_compile_support():
+
+def _expect_outputs(
+    launch: Launch, expected: dict, hint: str, mistakes, close: dict, outputs: dict, where: str
+) -> None:
+    """Assert that outputs are those that are expected; otherwise name the known mistake that gives them."""
+    for name, right in expected.items():
+        got, what = outputs[name], f"{name} after {launch.kernel}{where}"
+        left = got == UNWRITTEN
         try:
-            compile_file(source, launch, figures=False)
-        except AssertionError as refused:
-            raise AssertionError(f"the simulator accepts {launch.file}, but {refused}") from None
-    if compiles and gluon_support():
-        compare(run_file(source, launch), " on this machine's GPU (the simulator's result was right)")
-    return runs[0]
+            if left.any():
+                first = ", ".join(map(str, left.nonzero()[0].tolist()))
+                raise AssertionError(
+                    f"{what}: {int(left.sum()):,} elements are never written, the first at ({first}). Does each program store "
+                    "its own tile, at its own row and column, and does a mask keep too much away?"
+                )
+            expect_close(got, right.to(got.dtype), **close, what=what)
+        except AssertionError as wrong:
+            got = got.masked_fill(left, math.nan)
+            words = name_mistakes(got, right.to(got.dtype), mistakes(launch, expected)) if mistakes else ""
+            known = words and f"These are the values of this mistake: {words}"
+            advice = " ".join(filter(None, (known, hint, f"The launch: {sizes_of(launch)}.")))
+            raise AssertionError(f"{wrong} {advice}") from None
+
+
+def sizes_of(launch: Launch) -> str:
+    """Return the sizes of a launch's arguments: "x_ptr (45, 70), n = 70"."""
+    words = []
+    for name, value in launch.args.items():
+        tensor = value.tensor if isinstance(value, Tile) else value
+        if isinstance(tensor, torch.Tensor):
+            words.append(f"{name} {tuple(tensor.shape)}")
+        elif isinstance(tensor, int):
+            words.append(f"{name} = {tensor}")
+    return ", ".join(words)

@@ -56,32 +56,19 @@ _DEEP_NAMES = frozenset(
 
 
 def expect_kernel_file(source: str, file: str) -> None:
-    """Assert that a file holds kernels and what they need, and nothing else.
-
-    Args:
-        source: the text of the file, which is Python.
-        file: its name, for the message.
-
-    Raises:
-        AssertionError: the message names the line, what it holds, and what such a file may hold.
-    """
+    """Assert that a file holds kernels and what they need, and nothing else; the message names the line and what it holds."""
     reader, tree = _Reader(file), parse_file(source, file)
     for node in tree.body:
         reader.read(node)
 
 
 def kernels_of(source: str, file: str, kernel: str) -> str:
-    """Return a file's kernels and what they need, without the Python functions that launch them.
-
-    Lines keep their numbers.
+    """Return a file's kernels and what they need, without the Python functions that launch them; lines keep their numbers.
 
     Args:
         source: the text of the file.
         file: its name, for messages.
         kernel: a `@triton.jit` function that the file has to define.
-
-    Raises:
-        AssertionError: the file has no such kernel, or a kernel holds what no kernel may hold.
     """
     tree = parse_file(source, file)
     lines = source.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # the lines that Python counts, and no others
@@ -130,74 +117,91 @@ def _may_use(owner: str, name: str, value: object) -> bool:
     return owner == "math" or origin == "builtins" or _known(str(origin)) or name in (*_DECORATORS, "PropagateNan")
 
 
-class _Reader(ast.NodeVisitor):
-    """Walks over a file, and stops at the first thing that it may not hold."""
+class _Reader:
+    """Reads a file statement by statement, and stops at the first thing that it may not hold."""
 
     def __init__(self, file: str):
         self.file = file
         self.names: dict[str, object] = {"triton": _import("triton"), "tl": _import("triton.language")}
 
-    def refuse(self, node: ast.AST, what: str) -> NoReturn:
+    def read(self, statement: ast.stmt) -> None:
+        """Read a statement of the file itself: only there it may import."""
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            for alias in statement.names:
+                if what := self._import(statement, alias):
+                    self._refuse(statement, what)
+            return
+        owners = {id(node.value) for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(statement):
+            if what := self._objection(node, id(node) in owners):
+                self._refuse(node, what)
+
+    def _refuse(self, node: ast.AST, what: str) -> NoReturn:
         raise AssertionError(
             f"{self.file}, line {getattr(node, 'lineno', '?')}: {what} may not stand in a file of kernels. It may import "
             "triton and its languages, and define kernels, helpers, aggregates and constants; put anything else into a "
             "cell of the notebook."
         )
 
-    def read(self, node: ast.stmt) -> None:
-        """Read a statement of the file itself: only there it may import."""
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if not _known(alias.name) or alias.name in HELPERS:
-                    self.refuse(node, f"`import {alias.name}`")
-                top = alias.name if alias.asname else alias.name.partition(".")[0]
-                self.names[alias.asname or top] = _import(top)
-        elif isinstance(node, ast.ImportFrom):
-            self._import_from(node, node.module or "")
-        else:
-            self.visit(node)
+    def _import(self, statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
+        """Note what a name means from here on; return what may not stand there, "" if it may."""
+        if isinstance(statement, ast.Import):
+            if not _known(alias.name) or alias.name in HELPERS:
+                return f"`import {alias.name}`"
+            top = alias.name if alias.asname else alias.name.partition(".")[0]
+            self.names[alias.asname or top] = _import(top)
+            return ""
+        module = statement.module or ""
+        if statement.level or not _known(module):
+            return f"`from {'.' * statement.level}{module} import ...`"
+        if module == "__future__":
+            return ""
+        value = getattr(_import(module), alias.name, None)
+        value = _import(f"{module}.{alias.name}") if value is None else value
+        if module in HELPERS and alias.name in ASKED_FOR.get(self.file, ()):
+            return f"{alias.name} of the course, which this file is asked to write,"
+        if alias.name.startswith(("_", "*")) or not _may_use(module, alias.name, value):
+            return f"`from {module} import {alias.name}`"
+        self.names[alias.asname or alias.name] = value
+        return ""
 
-    def _import_from(self, node: ast.ImportFrom, module: str) -> None:
-        if node.level or not _known(module):
-            self.refuse(node, f"`from {'.' * node.level}{module} import ...`")
-        for alias in node.names if module != "__future__" else ():
-            value = getattr(_import(module), alias.name, None)
-            value = _import(f"{module}.{alias.name}") if value is None else value
-            if module in HELPERS and alias.name in ASKED_FOR.get(self.file, ()):
-                self.refuse(node, f"{alias.name} of the course, which this file is asked to write,")
-            if alias.name.startswith(("_", "*")) or not _may_use(module, alias.name, value):
-                self.refuse(node, f"`from {module} import {alias.name}`")
-            self.names[alias.asname or alias.name] = value
-
-    def generic_visit(self, node: ast.AST) -> None:
-        if isinstance(node, (*_STATEMENTS, ast.Import, ast.ImportFrom)):
-            self.refuse(
-                node, f"`{type(node).__name__}`" if isinstance(node, _STATEMENTS) else "an import in a function"
-            )
-        super().generic_visit(node)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        builtin = hasattr(builtins, node.id) and node.id not in _BUILTINS and node.id not in self.names
-        if builtin or node.id == "torch" or (node.id.startswith("__") and node.id not in _BUILTINS):
-            self.refuse(node, f"`{node.id}`")
-        if node.id in self.names and not isinstance(node.ctx, ast.Load):
-            self.refuse(node, f"another meaning of the imported name {node.id}")
-        if isinstance(self.names.get(node.id), types.ModuleType) and isinstance(node.ctx, ast.Load):
-            self.refuse(node, f"the module `{node.id}` by itself")
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        self._expect_plain(node, node.attr)
-        if not isinstance(node.ctx, ast.Load) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
-            self.refuse(node, f"an assignment to `.{node.attr}`")
-        owner = self._module(node.value)
-        if owner is None:
-            self.visit(node.value)
-        elif not _may_use(owner.__name__, node.attr, getattr(owner, node.attr, None)):
-            self.refuse(node, f"`{ast.unparse(node)}`")
-
-    def _expect_plain(self, node: ast.AST, name: str) -> None:
-        if name.startswith(("_", *_DEEP)) or name in _DEEP_NAMES:
-            self.refuse(node, f"`.{name}`")
+    def _objection(self, node: ast.AST, owner: bool) -> str:
+        """Return what may not stand in a file, "" if the node may; `owner` says that an attribute of it is taken."""
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                return "an import in a function"
+            case ast.Name(id=name):
+                builtin = hasattr(builtins, name) and name not in self.names
+                if (builtin or name == "torch" or name.startswith("__")) and name not in _BUILTINS:
+                    return f"`{name}`"
+                if name in self.names and not isinstance(node.ctx, ast.Load):
+                    return f"another meaning of the imported name {name}"
+                if isinstance(self.names.get(name), types.ModuleType) and not owner:
+                    return f"the module `{name}` by itself"
+            case ast.Attribute(attr=name):
+                if _is_deep(name):
+                    return f"`.{name}`"
+                if not isinstance(node.ctx, ast.Load) and ast.unparse(node.value) != "self":
+                    return f"an assignment to `.{name}`"
+                module = self._module(node.value)
+                if module and not _may_use(module.__name__, name, getattr(module, name, None)):
+                    return f"`{ast.unparse(node)}`"
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=args):
+                plain = len(args) > 1 and isinstance(args[1], ast.Constant) and not _is_deep(str(args[1].value))
+                return "" if plain else f"this use of `{ast.unparse(node.func)}`"
+            case ast.Call(func=ast.Name(id="type"), args=args) if len(args) != 1:
+                return "this use of `type`"
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                if isinstance(node, ast.ClassDef) and (node.bases or node.keywords or not node.decorator_list):
+                    return "a class other than an aggregate"
+                special = name.startswith("__") and name not in ("__init__", "__post_init__")
+                if special or name in self.names:
+                    return f"a definition of {name}"
+                strange = [decorator for decorator in node.decorator_list if not self.is_jit(decorator)]
+                return f"the decorator `@{ast.unparse(strange[0])}`" if strange else ""
+            case ast.arg(arg=name) if name.startswith("__") or name in self.names:
+                return f"the argument {name}"
+        return f"`{type(node).__name__}`" if isinstance(node, _STATEMENTS) else ""
 
     def _module(self, node: ast.expr) -> types.ModuleType | None:
         """Return the module that an expression names; None for anything else."""
@@ -207,18 +211,8 @@ class _Reader(ast.NodeVisitor):
         elif isinstance(node, ast.Attribute) and (owner := self._module(node.value)) is not None:
             value = getattr(owner, node.attr, None)
         if isinstance(value, types.ModuleType) and not _known(value.__name__):
-            self.refuse(node, f"`{ast.unparse(node)}`")
+            self._refuse(node, f"`{ast.unparse(node)}`")
         return value if isinstance(value, types.ModuleType) else None
-
-    def visit_Call(self, node: ast.Call) -> None:
-        name = node.func.id if isinstance(node.func, ast.Name) else ""
-        if name in ("getattr", "hasattr"):
-            if not (len(node.args) > 1 and isinstance(node.args[1], ast.Constant)):
-                self.refuse(node, f"this use of `{name}`")
-            self._expect_plain(node, str(node.args[1].value))
-        elif name == "type" and len(node.args) != 1:
-            self.refuse(node, "this use of `type`")
-        self.generic_visit(node)
 
     def is_jit(self, node: ast.expr) -> bool:
         """Return whether a decorator is `@triton.jit`, `@gluon.jit` or the like, also one that is called with options."""
@@ -228,24 +222,10 @@ class _Reader(ast.NodeVisitor):
         value = self.names.get(function.id) if isinstance(function, ast.Name) else None
         return getattr(value, "__name__", "") in _DECORATORS
 
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
-        special = node.name.startswith("__") and node.name not in ("__init__", "__post_init__")
-        if special or node.name in self.names:
-            self.refuse(node, f"a definition of {node.name}")
-        for decorator in node.decorator_list:
-            if not self.is_jit(decorator):
-                self.refuse(decorator, f"the decorator `@{ast.unparse(decorator)}`")
-        self.generic_visit(node)
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        if node.bases or node.keywords or not node.decorator_list:
-            self.refuse(node, "a class other than an aggregate")
-        self.visit_FunctionDef(node)
-
-    def visit_arg(self, node: ast.arg) -> None:
-        if node.arg.startswith("__") or node.arg in self.names:
-            self.refuse(node, f"the argument {node.arg}")
-        self.generic_visit(node)
+def _is_deep(name: str) -> bool:
+    """Return whether an attribute leads from a value to what is inside of Python."""
+    return name.startswith(("_", *_DEEP)) or name in _DEEP_NAMES
 
 
 def _import(name: str) -> object:

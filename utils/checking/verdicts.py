@@ -93,46 +93,29 @@ def quiet_stderr() -> Iterator[None]:
     stream, buffer = sys.stderr, io.StringIO()
     with contextlib.suppress(Exception):
         stream.flush()
-    try:  # ipykernel's stream is a Python object: replacing its `write` reaches log handlers that kept the stream
-        stream.write = buffer.write  # type: ignore[method-assign]
-        replaced = True
-    except AttributeError:
-        replaced = False
     with tempfile.TemporaryFile() as file:
         try:
-            saved = os.dup(2)
-        except OSError:  # no file descriptor 2: nothing to redirect there
-            saved = None
-        if saved is not None:
-            os.dup2(file.fileno(), 2)
-        try:
-            with contextlib.redirect_stderr(buffer):
-                yield
+            with contextlib.ExitStack() as undo:
+                with contextlib.suppress(OSError):  # there may be no file descriptor 2
+                    undo.callback(os.close, saved := os.dup(2))
+                    undo.callback(os.dup2, saved, 2)
+                    os.dup2(file.fileno(), 2)
+                # ipykernel's stream is a Python object: replacing its `write` reaches log handlers that kept the stream.
+                with contextlib.suppress(AttributeError):
+                    stream.write = buffer.write  # type: ignore[method-assign]
+                    undo.callback(delattr, stream, "write")
+                with contextlib.redirect_stderr(buffer):
+                    yield
         finally:
-            if replaced:
-                del stream.write
-            if saved is not None:
-                os.dup2(saved, 2)
-                os.close(saved)
             file.seek(0)
-            text = buffer.getvalue() + file.read().decode(errors="replace")
-            if text:
+            if text := buffer.getvalue() + file.read().decode(errors="replace"):
                 print(text, end="" if text.endswith("\n") else "\n")
 
 
-def _raises_at_once(code: types.CodeType) -> bool:
-    """Whether the function raises NotImplementedError before any branch or return."""
-    names = []
-    for step in dis.get_instructions(code):
-        if step.opname == "RETURN_GENERATOR":
-            continue
-        if step.opname == "RAISE_VARARGS":
-            return "NotImplementedError" in names
-        if step.opname.startswith(("RETURN", "YIELD")) or "JUMP" in step.opname or step.opname == "FOR_ITER":
-            return False
-        if step.opname.startswith("LOAD_"):
-            names.append(step.argval)
-    return False
+def _only_raises(code: types.CodeType) -> bool:
+    """Whether a function does nothing in the end but raise NotImplementedError: it has no way to return."""
+    steps = {step.opname for step in dis.get_instructions(code)}
+    return "NotImplementedError" in code.co_names and not steps & {"RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE"}
 
 
 def is_answered(value: object) -> bool:
@@ -141,7 +124,7 @@ def is_answered(value: object) -> bool:
         return False
     if isinstance(value, type):
         functions = [f for f in vars(value).values() if isinstance(f, types.FunctionType)]
-        return not any(_raises_at_once(f.__code__) for f in functions)
+        return not any(_only_raises(f.__code__) for f in functions)
     for _ in range(8):  # through decorators, triton.jit and functools.partial
         inner = getattr(value, "__wrapped__", None) or getattr(value, "fn", None) or getattr(value, "func", None)
         if isinstance(value, types.FunctionType) or inner is None:
@@ -149,7 +132,7 @@ def is_answered(value: object) -> bool:
         value = inner
     function = inspect.unwrap(value) if callable(value) else value
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return not (isinstance(code, types.CodeType) and _raises_at_once(code))
+    return not (isinstance(code, types.CodeType) and _only_raises(code))
 
 
 def raises_not_implemented(source: str) -> bool:
@@ -187,21 +170,17 @@ def needs(own: str = "", /, *, files: dict[str, str] | None = None, after: str =
     """
     names = sys._getframe(1).f_globals
     above = "Run the cells above this one first (menu Run, Run All Above Selected Cell)"
-    for name, question in answers.items():
-        if name not in names:
+    for name, question in [*answers.items(), *(files or {}).items()]:
+        what, file = f"This cell needs {_label(question)} ({name})", Path(name) if name not in answers else None
+        if file and not file.exists():
+            raise AnswerNeeded(f"{what}, and there is no such file: run the answer cell that writes it.")
+        if not file and name not in names:
             raise AnswerNeeded(
-                f"This cell needs {_label(question)} ({name}), and there is no {name}. {above}; if you renamed your "
-                f"answer, call it {name} again."
+                f"{what}, and there is no {name}. {above}; if you renamed your answer, call it {name} again."
             )
-        if question != own:
-            require_answer(name, names[name], question)
-    for name, question in (files or {}).items():
-        if not os.path.exists(name):
-            raise AnswerNeeded(
-                f"This cell needs {_label(question)} ({name}), and there is no such file: run the answer cell that writes it."
-            )
-        if question != own and raises_not_implemented(Path(name).read_text(errors="replace")):
-            raise AnswerNeeded(f"This cell needs {_label(question)} ({name}): answer it first.")
+        written = not raises_not_implemented(file.read_text(errors="replace")) if file else is_answered(names[name])
+        if question != own and not written:
+            raise AnswerNeeded(f"{what}: answer it first.")
     # Answers come first: a cell above that defines nothing may have stopped for the same answer.
     lost = [name for name in after.split() if name not in names]
     if lost:
@@ -320,31 +299,20 @@ def expect_close(
         )
     if got.numel() == 0:
         return
-    wide = torch.complex128 if got.is_complex() else torch.float64
-    g, e = got.detach().to(wide), expected.detach().to(wide)
+    g, e = got.detach().double(), expected.detach().double()
     hint = f" {hint}" if hint else ""
-    causes = (
-        (
-            "NaN",
-            torch.isnan,
-            "is memory read that nothing was written to, or 0 divided by 0, or did an exponential overflow (inf / inf)?",
-        ),
-        ("infinite", torch.isinf, "is something divided by 0, or too large for the dtype?"),
-    )
-    for name, test, cause in causes:
-        stray = test(g) & ~test(e)
-        if stray.any():
-            raise AssertionError(
-                f"{what} has {int(stray.sum())} {name} values where numbers should be, the first at "
-                f"{stray.nonzero()[0].tolist()}: {cause}{hint}"
-            )
-    same = (g == e) | (torch.isnan(g) & torch.isnan(e))
-    error = torch.where(same, 0.0, (g - e).abs())
-    excess = error - (atol + rtol * torch.where(torch.isfinite(e), e.abs(), 0.0))
-    wrong = ~same & ~(excess <= 0)  # a NaN or an infinity that should be there and is not counts as wrong
+    stray = torch.isfinite(e) & ~torch.isfinite(g)
+    if stray.any():
+        name = "NaN" if g[stray].isnan().any() else "infinite"
+        raise AssertionError(
+            f"{what} has {int(stray.sum())} {name} values where numbers should be, the first at {stray.nonzero()[0].tolist()}: is "
+            f"memory read that nothing was written to, or something divided by 0, or did an exponential overflow?{hint}"
+        )
+    wrong = ~torch.isclose(g, e, rtol=rtol, atol=atol, equal_nan=True)
     if not wrong.any():
         return
-    place = int(torch.where(wrong, torch.nan_to_num(excess, nan=math.inf), -math.inf).argmax())
+    excess = torch.nan_to_num((g - e).abs() - rtol * e.abs(), nan=math.inf)
+    place = int(torch.where(wrong, excess, -math.inf).argmax())
     position = [int(i) for i in torch.unravel_index(torch.tensor(place), got.shape)]
     raise AssertionError(
         f"{what} is wrong in {int(wrong.sum())} of {wrong.numel()} elements. The worst is at {position}: got "
@@ -361,7 +329,7 @@ def _pattern(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> str:
     if got.dim() > 1 and got.shape[-1] == got.shape[-2] and close(got.mT, expected):
         return " It is the transpose of the right answer."
     used = expected.abs() > expected.abs().max() * 1e-3
-    ratio = (got[used] / expected[used]).real if got.is_complex() else got[used] / expected[used]
+    ratio = got[used] / expected[used]
     if ratio.numel() < 2 or abs(float(ratio.median()) - 1) < 1e-3:  # "1 times" would say nothing
         return ""
     if close(got, expected * ratio.median()):
@@ -384,8 +352,9 @@ def expect_number(
     what: str = "the answer",
     *,
     mistakes: Mapping[str, float | Sequence[float]] | None = None,
+    tell: bool = False,
 ) -> None:
-    """Assert that `got` is the number `expected`; a wrong unit or a well-known factor is named.
+    """Assert that `got` is the number `expected`; a wrong unit or a known mistake is named.
 
     Args:
         got: a number (a 0-d tensor or NumPy scalar will do)
@@ -393,22 +362,23 @@ def expect_number(
         rel: relative tolerance
         unit: for example `FLOPs`, `bytes`, `ms`
         what: the quantity, in the student's words
-        mistakes: {hint: the number, or numbers, that this mistake leads to}; the hint takes the place of the guesses
-            about factors
+        mistakes: {hint: the number, or numbers, that this mistake leads to}
+        tell: say the right number; the message of a visible check would answer the question with it
     """
     if got is None or got is ...:
         raise AssertionError(f"{what} is not answered yet: it is {got!r}.")
     if isinstance(got, torch.Tensor) and got.numel() == 1:
         got = got.item()
     if isinstance(got, bool) or not isinstance(got, numbers.Real):
-        raise AssertionError(f"{what} should be a number{_in(unit)}, and is {got!r} ({type(got).__name__}).")
+        raise AssertionError(
+            f"{what} should be a number{unit and f' in {unit}'}, and is {got!r} ({type(got).__name__})."
+        )
     value = float(got)
     if not math.isfinite(value):
-        raise AssertionError(f"{what} should be a finite number{_in(unit)}, and is {value}.")
+        raise AssertionError(f"{what} should be a finite number{unit and f' in {unit}'}, and is {value}.")
     if abs(value - expected) <= rel * abs(expected):
         return
-    tail = f" {unit}" if unit else ""
-    near = max(rel, 1e-9)
+    tail, near = unit and f" {unit}", max(rel, 1e-9)
     # Two mistakes may lead to the same number; then the message names both.
     known = [
         text
@@ -416,51 +386,26 @@ def expect_number(
         if any(abs(value - n) <= near * abs(n) for n in (numbers if isinstance(numbers, Sequence) else (numbers,)))
     ]
     hint = f" {' Or: '.join(known)}" if known else _factor(value, float(expected), unit)
-    # Do not say the right number: the message of a visible check would answer the question.
-    raise AssertionError(f"{what} is not {_shown(value)}{tail}.{hint}")
+    right = f", expected {_shown(float(expected))}{tail}" if tell else ""
+    raise AssertionError(f"{what} is not {_shown(value)}{tail}{right}.{hint}")
 
 
 def _shown(number: float) -> str:
     return f"{int(number):,}" if number.is_integer() and abs(number) < 1e15 else f"{number:.6g}"
 
 
-def _in(unit: str) -> str:
-    return f" in {unit}" if unit else ""
-
-
 def _factor(value: float, expected: float, unit: str) -> str:
-    """Name the factor between a wrong number and the right one, if it is a common mistake."""
-    if expected == 0:
+    """Say on which side of the right number a wrong one lies, and whether MACs, or a prefix of the unit, explain the distance."""
+    ratio = value / expected if expected else 0.0
+    if ratio <= 0:
         return ""
-    if value == 0:
-        return " It should not be zero."
-    ratio = value / expected
-    flop = "flop" in unit.lower() or "mac" in unit.lower()
-    byte = "byte" in unit.lower()  # hints about bytes would mislead for other units
-
-    def near(factor: float) -> bool:
-        return abs(ratio / factor - 1) < 2e-3
-
-    if near(-1):
-        return " Its sign is wrong."
-    for power in (1, 2, 3, 4) if unit else ():  # a number without a unit has no prefix to mistake
-        for sign in (1, -1):
-            if near(1000.0 ** (sign * power)):
-                side = "large" if sign > 0 else "small"
-                return (
-                    f" It is 10^{3 * power} times too {side}: check the prefix of the unit (k, M, G, T; m for milli)."
-                )
-            if (flop or byte or unit[:1] in "kMGT") and near((1024.0 / 1000.0) ** (sign * power)):
-                return " It is off by a power of 1024/1000: G is 10^9 here, not 2^30."
-    if flop and near(0.5):
+    counts = "FLOP" in unit or "MAC" in unit
+    if counts and abs(2 * ratio - 1) < 2e-3:
         return " It is half of the right number: a multiply-accumulate (MAC) is one MAC, and two FLOPs."
-    if flop and near(2):
+    if counts and abs(ratio / 2 - 1) < 2e-3:
         return " It is twice the right number: one multiply-accumulate (MAC) is two FLOPs; which one is asked for?"
-    if byte and (near(2) or near(0.5)):
-        side = "twice" if ratio > 1 else "half of"
-        return f" It is {side} the right number: check the bytes an element takes, and reads against writes."
-    for size in (4, 8):
-        if byte and (near(size) or near(1 / size)):
-            how = f"{size} times too large" if ratio > 1 else f"{size} times too small"
-            return f" It is {how}: check the bytes an element takes (fp32 4, fp16 and bf16 2), or bits against bytes."
-    return " It is too large." if ratio > 1 else " It is too small."
+    side = "large" if ratio > 1 else "small"
+    power = round(math.log10(ratio))
+    if unit and power and power % 3 == 0 and abs(ratio / 10.0**power - 1) < 2e-3:
+        return f" It is 10^{abs(power)} times too {side}: check the prefix of the unit (k, M, G, T; m for milli)."
+    return f" It is too {side}."

@@ -8,7 +8,7 @@ A list of forbidden words in the source misses `F.linear`, `getattr(torch, "mat"
 cell, and it refuses an `if DEBUG:` that never runs. Here the code runs under modes of torch instead, and only what runs
 counts. The dispatch mode sees every operator below autograd: `a @ b` and `F.linear` as `aten.mm`, `einsum` as `aten.bmm`,
 a 1 x 1 convolution as `aten.convolution`. The function mode sees the calls above it, and with them the ways out of torch:
-`.numpy()`, `np.asarray(t)`, `.tolist()`, `.item()`, DLPack. Nobody can see what NumPy does afterwards, so the watch
+`.numpy()`, `np.asarray(t)`, `.tolist()`, DLPack. Nobody can see what NumPy does afterwards, so the watch
 reports that a tensor's numbers left torch; single numbers may.
 
 Of other machinery it sees:
@@ -16,7 +16,7 @@ Of other machinery it sees:
 | code under the watch                | recorded                                                                |
 |-------------------------------------|-------------------------------------------------------------------------|
 | `torch.compile`d function           | its operators: torch runs it eagerly while a dispatch mode is on        |
-| `torch.inference_mode`              | the composite operator and what it decomposes into                      |
+| `torch.inference_mode`              | composite operators, such as `matmul`, whole                            |
 | operator of `torch.library`, C++    | its name, in `custom`: its inside runs below the watch                  |
 | a library's Python implementation   | its operators, and in `borrowed` whose code ran them                    |
 | another thread                      | nothing                                                                 |
@@ -24,18 +24,21 @@ Of other machinery it sees:
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 import torch.autograd.forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils._pytree import tree_leaves
 
 from utils.checking.authors import StudentLine, lender, line_of_stack
 
@@ -109,24 +112,12 @@ _MAKES_OR_WRITES = words("""
 MOVES = VIEWS | _COPIES | _MAKES_OR_WRITES
 _MATRICES = words("mm bmm addmm baddbmm addbmm mv addmv")
 
-# How a tensor's values get out of torch, by what the function mode calls it.
+# How many numbers of a tensor get out of torch at once, by what the function mode calls it.
 _EXITS = {
-    "numpy": ".numpy()",
-    "__array__": "numpy.asarray(tensor)",
-    "__array_wrap__": "numpy.asarray(tensor)",
-    "tolist": ".tolist()",
+    **dict.fromkeys(("__array__", "__array_wrap__"), "numpy.asarray(tensor)"),
+    **{name: f".{name}()" for name in ("numpy", "tolist", "data_ptr", "untyped_storage")},
     "__dlpack__": "DLPack",
-    "data_ptr": ".data_ptr()",
-    "untyped_storage": ".untyped_storage()",
-    "item": ".item()",
-    "__float__": "float(tensor)",
-    "__int__": "int(tensor)",
-    "__index__": "int(tensor)",
-    "__complex__": "complex(tensor)",
-    "__bool__": "bool(tensor)",
 }
-WHOLE = " of whole numbers"  # places, counts and truth values: these may leave
-SCALAR_EXITS = frozenset({".item()", "float(tensor)", "int(tensor)", "complex(tensor)", "bool(tensor)"})
 
 # ---- which operators run ---------------------------------------------------------------------------------------------
 
@@ -152,8 +143,14 @@ class OperationWatch:
         return f"\n  {self.lines[name]}" if name in self.lines else ""
 
 
-# A label for the profiler around some code: it computes nothing.
-LABELS = frozenset(f"profiler::_record_function_{end}" for end in ("enter", "enter_new", "exit"))
+@functools.cache
+def _counted_as(func) -> tuple[str, str]:
+    """Return the name of the counter of an operator, and its own name there."""
+    if not hasattr(func, "_schema"):  # a higher-order operator
+        return "operations", func.__name__
+    if func.namespace in ("aten", "prim", "prims", "profiler"):  # a label for the profiler computes nothing
+        return "operations", operator_name(func)
+    return "custom", func._schema.name
 
 
 class _Dispatch(TorchDispatchMode):
@@ -162,34 +159,13 @@ class _Dispatch(TorchDispatchMode):
     def __init__(self, seen: OperationWatch):
         super().__init__()
         self.seen = seen
-        self.names: dict[object, tuple[Counter[str], str]] = {}  # operator -> where it counts, and as what
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func not in self.names:
-            self.names[func] = self._name(func)
-        counter, name = self.names[func]
-        if name not in LABELS:
-            self.seen._note(counter, name)
-            # The engine can be called without the functions that are replaced below; what it needs is a graph.
-            if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-                self.seen._note(self.seen.calls, "autograd")
-            if name not in MOVES and (source := lender()):
-                self.seen._note(self.seen.borrowed, source)
-        # Under inference_mode composite operators arrive whole: look inside.
-        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return func(*args, **kwargs)
-
-    def _name(self, func) -> tuple[Counter[str], str]:
-        if not hasattr(func, "_schema"):  # a higher-order operator
-            return self.seen.operations, func.__name__
-        if func.namespace in ("aten", "prim", "prims"):
-            return self.seen.operations, operator_name(func)
-        return self.seen.custom, func._schema.name
+        counter, name = _counted_as(func)
+        self.seen._note(getattr(self.seen, counter), name)
+        if name not in MOVES and (source := lender()):
+            self.seen._note(self.seen.borrowed, source)
+        return func(*args, **(kwargs or {}))
 
 
 class _Calls(TorchFunctionMode):
@@ -202,68 +178,54 @@ class _Calls(TorchFunctionMode):
         if name == "__get__":  # a property: its own name sits on the descriptor
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         if name in _EXITS:
-            real = (
-                not args or not isinstance(args[0], torch.Tensor) or args[0].is_floating_point() or args[0].is_complex()
-            )
-            self.seen._note(self.seen.exits, _EXITS[name] + ("" if real else WHOLE))
+            # Places, counts and truth values may leave.
+            if not args or not isinstance(args[0], torch.Tensor) or args[0].is_floating_point() or args[0].is_complex():
+                self.seen._note(self.seen.exits, _EXITS[name])
         elif name != "__get__":
             self.seen._note(self.seen.calls, name)
         return func(*args, **(kwargs or {}))
 
 
-class watch_operations:
+# Through which every derivative by torch goes: backward, autograd.grad, torch.func's vjp, and forward mode.
+_DERIVATIVES = (
+    ("torch.autograd", "_engine_run_backward"),
+    ("torch.autograd.graph", "_engine_run_backward"),
+    ("torch.autograd.forward_ad", "make_dual"),
+)
+
+
+@contextlib.contextmanager
+def watch_operations() -> Iterator[OperationWatch]:
     """Record what runs inside: operators, custom operators, derivatives, and ways out of torch.
 
     `with watch_operations() as watch: gemm(a, b)` fills an `OperationWatch`. What is replaced for the watch is put back at
     its end, also when the code inside raises. Operators run slower under it (tens of microseconds each): watch small
     shapes, and never time under it.
     """
+    seen = OperationWatch()
 
-    # Through which every derivative by torch goes: backward, autograd.grad, torch.func's vjp, and forward mode.
-    _DERIVATIVES = (
-        ("torch.autograd", "_engine_run_backward"),
-        ("torch.autograd.graph", "_engine_run_backward"),
-        ("torch.autograd.forward_ad", "make_dual"),
-    )
-
-    def __enter__(self) -> OperationWatch:
-        self.seen = OperationWatch()
-        self._replaced = []
-        for module, name in self._DERIVATIVES:
-            owner = sys.modules[module]
-            self._replaced.append((owner, name, vars(owner)[name]))
-            setattr(owner, name, self._noted(vars(owner)[name]))
-        self._modes: list = [_Dispatch(self.seen), _Calls(self.seen)]
-        for mode in self._modes:
-            mode.__enter__()
-        return self.seen
-
-    def __exit__(self, *error: object) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(*error)
-        for owner, name, before in reversed(self._replaced):
-            setattr(owner, name, before)
-
-    def _noted(self, function):
-        def noted(*args, **kwargs):
-            self.seen._note(self.seen.calls, "autograd")
+    def noted(function: Callable) -> Callable:
+        def note_and_call(*args, **kwargs):
+            seen._note(seen.calls, "autograd")
             return function(*args, **kwargs)
 
-        return noted
+        return note_and_call
+
+    with contextlib.ExitStack() as watching:
+        for module, name in _DERIVATIVES:
+            owner = sys.modules[module]
+            watching.enter_context(mock.patch.object(owner, name, noted(getattr(owner, name))))
+        watching.enter_context(_Dispatch(seen))
+        watching.enter_context(_Calls(seen))
+        yield seen
 
 
 # ---- how large their tensors are -------------------------------------------------------------------------------------
 
 
 def tensors_in(values) -> list[torch.Tensor]:
-    """Return the tensors among arguments or results, those in lists and tuples included."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
+    """Return the tensors among arguments or results, those in containers included."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def operator_name(func) -> str:
@@ -282,12 +244,7 @@ class SizeWatch(TorchDispatchMode):
         super().__init__()
         self.largest: dict[str, int] = {}
         self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
-        self.copied: list[tuple[str, int]] = []  # (operator, elements) of each copy of numbers that the inputs hold
         self.steps: list[tuple] = []  # each operator with the shapes, and the numbers, that it was given
-        self._made = WeakTensorKeyDictionary()  # of a tensor made here: whether it shows or repeats numbers of an input
-
-    def __reduce__(self):  # a watch travels to the process of an answer; the tensors that were made here do not
-        return type(self), (), {name: value for name, value in vars(self).items() if name != "_made"}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -296,7 +253,6 @@ class SizeWatch(TorchDispatchMode):
         self.largest[name] = max(self.largest.get(name, 0), *(t.numel() for t in (*given, *made)), 0)
         numbers = (a for a in (*args, *(kwargs or {}).values()) if type(a) in (int, float))
         self.steps.append((name, tuple(tuple(t.shape) for t in given), *numbers))
-        self._follow(name, given, made)
         if name in _MATRICES:
             left, right = [t for t in args if isinstance(t, torch.Tensor)][-2:]
             batch, columns = left.shape[0] if left.dim() == 3 else 1, right.shape[-1] if right.dim() > 1 else 1
@@ -305,32 +261,14 @@ class SizeWatch(TorchDispatchMode):
             self.products.append((1, 1, given[0].numel(), 1))
         return result
 
-    def _follow(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
-        """Note a copy or a conversion of inputs' numbers, and which tensors show such numbers."""
-        taken = given[1:] if name == "copy" else given
-        real = [t for t in taken if t.is_floating_point() and t.numel() > 1]
-        of_inputs = bool(real) and all(self._made.get(t, True) for t in real)
-        if of_inputs and name in _COPIES:
-            self.copied.append((name, max(t.numel() for t in (real if name == "copy" else made))))
-        for tensor in made:
-            self._made.setdefault(tensor, of_inputs and name in MOVES)
-
     @property
     def macs(self) -> int:
         """Return the multiply-accumulates of all matrix products."""
         return sum(math.prod(product) for product in self.products)
 
-    def over(
-        self, limit: int, names: Collection[str] | None = None, but: Collection[str] = ()
-    ) -> tuple[str, int] | None:
-        """Return the operator with the most elements, and their number, if it is more than `limit`.
-
-        Args:
-            limit: elements.
-            names: the operators that count; all that compute by default.
-            but: operators that do not count.
-        """
-        counted = [n for n in self.largest if n not in but and (n not in MOVES if names is None else n in names)]
+    def over(self, limit: int, names: Collection[str] | None = None) -> tuple[str, int] | None:
+        """Return the operator with the most elements, and their number, if it is more than `limit`: of those named, or that compute."""
+        counted = [n for n in self.largest if (n not in MOVES if names is None else n in names)]
         name = max(counted, key=self.largest.__getitem__, default=None)
         return (name, self.largest[name]) if name and self.largest[name] > limit else None
 
@@ -361,30 +299,25 @@ def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: st
     called = [name for name in watch.calls if pattern.fullmatch(_plain(name))]
     ran = [name for name in watch.operations if pattern.fullmatch(_plain(name))]
     if called or ran:
-        name = (called or ran)[0]
-        shown = f"torch's {_plain(name)}" if called else f"aten.{name}"
-        shown += f" (it ran aten.{ran[0]})" if called and ran and ran[0] != _plain(name) else ""
-        raise AssertionError(f"your code may not use {shown} here.{_sentence(hint)}{watch.at(name)}")
-    if watch.borrowed:
+        shown = f"torch's {_plain(called[0])}" if called else f"aten.{ran[0]}"
+        also = f" (it ran aten.{ran[0]})" if called and ran and ran[0] != _plain(called[0]) else ""
+        name, words = (called or ran)[0], f"may not use {shown}{also} here."
+    elif watch.borrowed:
         name = next(iter(watch.borrowed))
-        raise AssertionError(
-            f"your code had a formula of a library computed ({name}). Write it yourself, with torch's operators."
-            f"{_sentence(hint)}{watch.at(name)}"
-        )
-    if watch.custom:
+        words = f"had a formula of a library computed ({name}). Write it yourself, with torch's operators."
+    elif watch.custom:
         name = next(iter(watch.custom))
-        raise AssertionError(
-            f"your code ran the custom operator {name}, whose inside cannot be watched. Write it with torch's own "
-            f"operators.{_sentence(hint)}{watch.at(name)}"
-        )
+        words = f"ran the custom operator {name}, whose inside cannot be watched. Write it with torch's own operators."
+    else:
+        return
+    raise AssertionError(f"your code {words}{_sentence(hint)}{watch.at(name)}")
 
 
 def forbid_leaving(watch: OperationWatch) -> None:
     """Assert that no tensor of real numbers left torch (NumPy, lists, DLPack, raw memory) under `watch`; single numbers may."""
-    exits = [name for name in watch.exits if name not in SCALAR_EXITS and not name.endswith(WHOLE)]
-    if exits:
+    for name in watch.exits:
         raise AssertionError(
-            f"your code took a tensor's values out of torch, by {exits[0]}. Keep them in tensors.{watch.at(exits[0])}"
+            f"your code took a tensor's values out of torch, by {name}. Keep them in tensors.{watch.at(name)}"
         )
 
 

@@ -48,12 +48,15 @@ def score() -> tuple[int, int]:
     return sum(near), len(near) - sum(near)
 
 
-def is_near(guess: object, measured: object) -> bool:
-    """Return whether a guess is what was measured, or for numbers within a quarter of it."""
+def is_near(guess: object, measured: object, rel: float = NEAR) -> bool:
+    """Return whether a guess is what was measured, or for numbers near it; in a tuple, each of them."""
+    if isinstance(measured, tuple):
+        many = isinstance(guess, tuple | list) and len(guess) == len(measured)
+        return many and all(is_near(mine, right, rel) for mine, right in zip(guess, measured, strict=True))  # type: ignore[call-overload]
     mine, right = number_of(guess), number_of(measured)
     if mine is None or right is None:
         return str(guess).strip().lower() == str(measured).strip().lower()
-    return abs(mine - right) <= NEAR * abs(right)
+    return abs(mine - right) <= rel * abs(right)
 
 
 def number_of(value: object) -> float | None:
@@ -157,21 +160,12 @@ def small_task(
         rel: how far a number may be off.
     """
 
-    def is_same(yours: object, other: object) -> bool:
-        if isinstance(other, tuple):
-            many = isinstance(yours, tuple | list) and len(yours) == len(other)
-            return many and all(map(is_same, yours, other))  # type: ignore[call-overload]
-        mine, number = number_of(yours), number_of(other)
-        if mine is None or number is None:
-            return str(yours).strip().lower() == str(other).strip().lower()
-        return abs(mine - number) <= rel * abs(number)
-
     def check_line(yours: object = None) -> None:
         if yours is None:
             return print(f"… {what}: write your line, and run the cell again.")
-        if is_same(yours, right):
+        if is_near(yours, right, rel):
             return print(f"✓ {what}: {yours}")
-        known = next((words for wrong, words in (mistakes or {}).items() if is_same(yours, wrong)), hint)
+        known = next((words for wrong, words in (mistakes or {}).items() if is_near(yours, wrong, rel)), hint)
         return print(f"✗ {what}: not {yours}. {known}")
 
     check_line.what = what  # type: ignore[attr-defined]

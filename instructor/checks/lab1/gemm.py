@@ -8,15 +8,7 @@ import torch
 
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_follows_device, expect_value
 from utils.checking import check
-from utils.checking.labs.lab1.gemm import (
-    NAIVE,
-    TILED,
-    expect_product,
-    expect_tiles_fetched,
-    expect_times,
-    expect_wide_accumulator,
-    in_tiles,
-)
+from utils.checking.labs.lab1.gemm import NAIVE, TILED, expect_product, expect_times, expect_wide_accumulator, in_tiles
 
 
 def _name(function: str, m: int, k: int, n: int, dtype: torch.dtype, more: str = "") -> str:
@@ -56,15 +48,14 @@ def gemm_tiled(gemm_tiled, seed=None):
         a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
         expect_product(in_tiles(gemm_tiled, *tiles), a, b, what, words)
     _expect_tiles_used(gemm_tiled, draw)
-    narrow = (draw.normal(*shape, dtype=torch.bfloat16) for shape in ((10, 24), (24, 8), (16, 128), (128, 16)))
-    expect_tiles_fetched(gemm_tiled, next(narrow), next(narrow), (5, 4, 2))  # in 16 bits a conversion is a copy
+    narrow = [draw.normal(*shape, dtype=torch.bfloat16) for shape in ((16, 128), (128, 16))]
     a, b = draw.normal(70, 9), draw.normal(9, 5)
     expect_product(gemm_tiled, a, b, _name("gemm_tiled", 70, 9, 5, a.dtype, " with the default tiles"), hint)
     a, b = draw.normal(7, 10).T, draw.normal(9, 7).T
     a[1, 2] = math.nan
     what = "gemm_tiled of transposed views, with a NaN in row 1 of a,"
     expect_product(in_tiles(gemm_tiled, 4, 4, 4), a, b, what, hint)
-    expect_wide_accumulator(gemm_tiled, next(narrow), next(narrow), (16, 16, 16))
+    expect_wide_accumulator(gemm_tiled, *narrow, (16, 16, 16))
     expect_follows_device(lambda x, y: gemm_tiled(x, y, 2, 2, 2), (3, 5), (5, 4), what="gemm_tiled(a, b)")
 
 

@@ -7,16 +7,15 @@ and sevens around what it writes.
 
 from __future__ import annotations
 
-import re
-
 import torch
 import torch.nn.functional as F
 
 from instructor.checks.common import Draw
 from utils.checking import check, expect_close
 from utils.checking.kernel_files import kernels_of
-from utils.checking.kernel_mistakes import flash_mistake
 from utils.checking.labs.lab1.triton_kernels import WATCHED_PRODUCTS, flash_inputs, interpreted
+from utils.checking.mistakes import flash_mistake
+from utils.checking.verdicts import raises_not_implemented
 
 _GUARD = 70  # rows and columns around a tensor: more than a block can reach beyond its edges
 
@@ -105,13 +104,10 @@ def entry_of_the_check(q, k, v, block_m, block_n, tokens_first):
 def _run(source: str, kernel: str, entry: str, cases: dict[str, tuple]) -> dict[str, torch.Tensor]:
     """Return what the kernel of a student's file wrote in each case, with the guard zones: {case: tensor}."""
     # Searched in the text, because a `raise` in a compiled kernel never reaches Python.
-    if re.search(r"^\s*raise NotImplementedError", source, flags=re.MULTILINE):
+    if raises_not_implemented(source):
         raise NotImplementedError
-    if kernel not in source:
-        raise AssertionError(f"the file defines no {kernel}: keep the name and the arguments of the kernel.")
-    source = kernels_of(
-        source, f"{kernel.replace('_kernel', '_triton')}.py", kernel
-    )  # what launches it is the check's own
+    file = f"{kernel.replace('_kernel', '_triton')}.py"
+    source = kernels_of(source, file, kernel)  # what launches it is the check's own
     return interpreted(source + entry, "entry_of_the_check", cases, timeout=120)
 
 

@@ -9,6 +9,7 @@ import torch
 from utils.attention import reference
 from utils.checking import expect_close
 from utils.checking.masks import Mod, modified, pairs
+from utils.checking.mistakes import name_mistakes
 
 
 def indices(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,40 +35,6 @@ class Counted:
         return answer
 
 
-def expect_mask(
-    mod: Mod,
-    expected: torch.Tensor,
-    what: str,
-    mistakes: Mapping[str, torch.Tensor] | None = None,
-    b: int = 0,
-    h: int = 0,
-) -> None:
-    """Assert that a mask_mod allows exactly the pairs of `expected` (Sq, Sk).
-
-    Args:
-        mod: the answer.
-        expected: the right mask.
-        what: name of the answer, the subject of the message.
-        mistakes: {hint: the mask that this mistake leads to}.
-        b: index of the sequence.
-        h: index of the head.
-    """
-    sq, sk = expected.shape
-    got = pairs(mod, sq, sk, what, b, h)
-    if torch.equal(got, expected):
-        return
-    # At some sizes two mistakes lead to the same mask; then the message names both.
-    hints = [hint for hint, mask in (mistakes or {}).items() if torch.equal(got, mask.expand(sq, sk))]
-    extra, missing = got & ~expected, expected & ~got
-    findings = []
-    for name, wrong in (("lets through", extra), ("hides", missing)):
-        if wrong.any():
-            q, k = wrong.nonzero()[0].tolist()
-            findings.append(f"{name} {int(wrong.sum())} pairs it should not, such as query {q}, key {k}")
-    hint = f" {' Or: '.join(hints)}" if hints else ""
-    raise AssertionError(f"{what} over {sq} queries and {sk} keys {' and '.join(findings)}.{hint}")
-
-
 def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Compute attention in float64 under a mask that broadcasts to (B, H, S, L); a query without keys gets zeros."""
     if not q.numel() or not k.numel():  # `reference` wants a key; an empty text has none
@@ -88,15 +55,7 @@ def expect_scores(
     got = modified(mod, scores, what, b, h)
     rough = 1e-4 if scores.dtype.itemsize >= 4 else 3e-2  # a 16-bit result may round before or after an addition
     tolerance = {"rtol": rough, "atol": rough}
-    hints = [
-        told
-        for told, wrong in (mistakes or {}).items()
-        if isinstance(got, torch.Tensor)
-        and got.shape == wrong.shape
-        and torch.allclose(got.to(wrong.dtype), wrong, **tolerance)
-        and not torch.allclose(wrong, expected, **tolerance)
-    ]
-    expect_close(got, expected, **tolerance, what=what, hint=" Or: ".join(hints))
+    expect_close(got, expected, **tolerance, what=what, hint=name_mistakes(got, expected, mistakes or {}))
 
 
 def recording(compute: bool = True):

@@ -9,11 +9,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils._python_dispatch import _disable_current_modes
 
 from instructor.checks.common import Draw, SizeWatch
-from instructor.checks.lab2_flexattention.common import attend_densely, expect_mask, indices, recording
+from instructor.checks.lab2_flexattention.common import attend_densely, indices, recording
 from utils.attention import reference
 from utils.checking import check, expect_close, leaves_inputs
 from utils.checking.labs.lab2_flexattention.kernels import expect_bucket
-from utils.checking.masks import expect_program, kernels_for, pairs
+from utils.checking.masks import expect_mask, expect_program, kernels_for, pairs
 from utils.checking.watching import MOVES
 
 _SIGNATURE = inspect.signature(flex_attention)

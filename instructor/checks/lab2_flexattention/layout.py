@@ -7,11 +7,10 @@ import math
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab2_flexattention.common import expect_mask
 from utils.attention.masks.sparsity import sparsity
 from utils.checking import check
 from utils.checking.labs.lab2_flexattention.blocks import arrivals, laid_out
-from utils.checking.masks import expect_program
+from utils.checking.masks import expect_mask, expect_program
 
 SLACK = 1.15  # times the blocks of a layout by conversation and position, instructions first or last
 

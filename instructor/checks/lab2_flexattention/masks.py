@@ -8,9 +8,9 @@ import functools
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab2_flexattention.common import expect_mask, indices
+from instructor.checks.lab2_flexattention.common import indices
 from utils.checking import check
-from utils.checking.masks import expect_program, pairs
+from utils.checking.masks import expect_mask, expect_program, pairs
 
 
 @check("2.1", "Three masks")
@@ -131,7 +131,7 @@ def packed_documents(document_numbers, packed_documents, seed=None):
             mistakes[f"One of the two look-ups, that of the {which}, reads sequence 0."] = (
                 (first[q] == second[k]) & (first[q] >= 0) & past
             )
-        expect_mask(mod, same & real & past, f"packed_documents, sequence {b} of 3,", mistakes, b=b)
+        expect_mask(mod, same & real & past, "packed_documents of 3 sequences", mistakes, b=b)
     expect_program(mod, numbers.numel(), "packed_documents", size, size)
 
 
@@ -162,7 +162,7 @@ def compositions(both, either, seed=None):
                 expect_mask(
                     compose(*mods[:count]),
                     expected,
-                    f"{name} of {count} masks, sequence {b}, head {h},",
+                    f"{name} of {count} masks",
                     {
                         "It does what the other of the two should do.": other,
                         "Only the first two masks count here.": functools.reduce(join, each[:2]),
@@ -198,7 +198,7 @@ def windows_and_sinks(window_per_head, sinks_and_window, seed=None):
         expect_mask(
             mod,
             past & (q - k < w),
-            f"window_per_head of windows {windows.tolist()}, head {h},",
+            f"window_per_head of windows {windows.tolist()}",
             {
                 "All heads have the window of head 0.": past & (q - k < windows[0]),
                 "Index the windows with h: b is the sequence.": past & (q - k < windows[1]),

@@ -294,31 +294,15 @@ def test_the_right_number_is_not_told():
     [
         (0.5, "FLOPs", "a multiply-accumulate (MAC) is one MAC, and two FLOPs"),
         (2, "MACs", "twice the right number"),
-        (2, "bytes", "twice the right number: check the bytes an element takes"),
-        (0.25, "bytes", "4 times too small: check the bytes"),
-        (8, "bytes", "bits against bytes"),
         (1000, "ms", "10^3 times too large"),
         (1e-3, "ms", "10^3 times too small"),
         (1e12, "TFLOP/s", "10^12 times too large"),
-        (1.024**3, "GB", "1024/1000"),
-        (1 / 1.024, "kB", "1024/1000"),
-        (-1, "", "sign is wrong"),
         (3.7, "", "too large"),
         (0.13, "", "too small"),
-        (0, "", "should not be zero"),
     ],
 )
 def test_known_factors_are_named(factor, unit, hint):
     assert hint in number_complaint(171.5 * factor, 171.5, rel=1e-3, unit=unit)
-
-
-@pytest.mark.parametrize("unit", ["us", "FLOPs"])
-@pytest.mark.parametrize("factor", [2, 8, 0.25])
-def test_bytes_are_named_where_bytes_are_counted(factor, unit):
-    complaint = number_complaint(12 * factor, 12, unit=unit)
-    assert "byte" not in complaint and "bits" not in complaint
-    if "FLOP" not in unit:
-        assert complaint.endswith(" It is too large." if factor > 1 else " It is too small.")
 
 
 def test_known_mistakes_are_named_without_the_right_number():
@@ -326,7 +310,8 @@ def test_known_mistakes_are_named_without_the_right_number():
     assert number_complaint(160, 240, rel=0, unit="bytes", mistakes=known) == (
         "the answer is not 160 bytes. The result is written, too."
     )
-    assert "4 times too large" in number_complaint(960, 240, rel=0, unit="bytes", mistakes=known)
+    told = number_complaint(960, 240, rel=0, unit="bytes", mistakes=known, tell=True)
+    assert told == "the answer is not 960 bytes, expected 240 bytes. It is too large."
     expect_number(240, 240, rel=0, mistakes=known)
 
 

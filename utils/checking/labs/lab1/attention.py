@@ -23,6 +23,7 @@ from utils.checking import (
     visible,
 )
 from utils.checking.labs.lab1.gemm import BF16, DTYPE, ELEMENTS, FP32
+from utils.checking.mistakes import name_mistakes
 
 STANDARD: dict[str, Any] = {
     "question": "5.1",
@@ -123,10 +124,11 @@ def expect_bshd(attention_bshd, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         loose[:, i, h] = (torch.softmax(scores, 1)[..., None] * v[:, :, h // group]).sum(1)
         right[:, i, h] = (torch.softmax(scores[:, : i + 1], 1)[..., None] * v[:, : i + 1, h // group]).sum(1)
     hint = "Which two dimensions does SDPA take as tokens and head dimension, and which key-value head belongs to a query head?"
-    if torch.allclose(got, loose, rtol=1e-3, atol=1e-4):
-        hint = "It is not causal: each token sees the tokens after it."
-    elif heads == kv_heads and torch.allclose(got, F.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-4):
-        hint = "This is attention over HEADS instead of tokens: SDPA wants (B, H, S, D)."
+    known = {"It is not causal: each token sees the tokens after it.": loose}
+    if heads == kv_heads:
+        over_heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        known["This is attention over HEADS instead of tokens: SDPA wants (B, H, S, D)."] = over_heads
+    hint = name_mistakes(got, right, known, hint)
     expect_close(got, right, rtol=1e-4, atol=1e-5, what=what, hint=hint)
 
 

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from utils.checking import expect_close, visible
-from utils.checking.kernel_mistakes import flash_mistake
-from utils.checking.mistakes import known_mistake
+from utils.checking.mistakes import flash_mistake, name_mistakes
 from utils.checking.verdicts import raises_not_implemented
 from utils.kernels import interpreter
 
@@ -79,7 +78,7 @@ def check_gemm_triton(source: str):
         otherwise = "Look at the masks, at other= in the loads, and at what is added up."
         if "transposed" in name:
             otherwise = "Here a row is no piece of memory: each of A, B and C has two strides."
-        hint = known_mistake(got, known, otherwise=otherwise)
+        hint = name_mistakes(got, a @ b, known, otherwise)
         expect_close(got, a @ b, rtol=1e-3, atol=1e-3, what=f"gemm of {name},", hint=hint)
 
 

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from utils.attention.masks import dense_mask
 from utils.checking import FUSED_ATTENTION, expect_close, expect_items, expect_number, expect_rounded_once, visible
 from utils.checking.masks import pairs
+from utils.checking.mistakes import name_mistakes
 
 
 @visible("3.1", "Counting blocks")
@@ -147,7 +148,7 @@ def skipping_mistake(got, q, k, v, mask: torch.Tensor, block_mask: BlockMask) ->
         *((heads, attend(mask).roll(by, 1)) for by in range(1, q.shape[1])),
         (heads, attend(mask).flip(1)),
     ]
-    return next((hint for hint, result in wrong if torch.allclose(got.double(), result, rtol=3e-2, atol=3e-2)), "")
+    return name_mistakes(got, attend(mask), wrong)
 
 
 def expect_skipped(what: str, sizes, asked: int, block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:

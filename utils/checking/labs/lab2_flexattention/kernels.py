@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from utils.attention.masks import dense_mask
 from utils.checking import expect_close, expect_number, visible
-from utils.checking.masks import expect_program, expect_rows, kernels_for, modified
-from utils.checking.mistakes import known_mistake
+from utils.checking.masks import expect_mask, expect_program, kernels_for, modified
+from utils.checking.mistakes import name_mistakes
 
 
 @visible("4.1", "Score modifiers")
@@ -203,7 +203,7 @@ def expect_bucket(bucketed_attention, attend, calls: list[tuple], qkv: tuple, bu
         "Padded keys take part in the softmax: hide them.": leaky,
         "Attention is not causal here.": F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
-    hint = known_mistake(got, mistakes)
+    hint = name_mistakes(got, expected, mistakes)
     expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"{tokens} tokens in a bucket of {bucket}", hint=hint)
     return calls[0][1]
 
@@ -215,23 +215,23 @@ def check_at_positions(at_positions):
 
     first_two = at_positions(lambda b, h, q, k: k < 2, torch.tensor([0, 3]))
     mistakes = {"Only the queries move: key k stands at k.": "000000/000000"}
-    expect_rows(first_two, "110000/110000", "at_positions of [0, 3], the first two keys,", b=1, mistakes=mistakes)
+    expect_mask(first_two, "110000/110000", "at_positions of [0, 3], the first two keys,", b=1, mistakes=mistakes)
     mod = at_positions(window, torch.tensor([0, 3]))
-    expect_rows(mod, "100000/110000", "at_positions of [0, 3], window of 3,", b=0)
+    expect_mask(mod, "100000/110000", "at_positions of [0, 3], window of 3,", b=0)
     moved = {
         "The queries are not moved: query q stands at positions[b] + q.": "100000/110000",
         "The queries move, not the keys.": "000000/000000",
         "Query q stands at positions[b] + q.": "011100/011100",
     }
     mistakes = moved | {"Each sequence has a position of its own: positions[b].": "100000/110000"}
-    expect_rows(mod, "011100/001110", "at_positions of [0, 3], window of 3,", b=1, mistakes=mistakes)
+    expect_mask(mod, "011100/001110", "at_positions of [0, 3], window of 3,", b=1, mistakes=mistakes)
     mistakes = {"Pass b and h on to the mask as they are.": "011100/001110"}
-    expect_rows(
+    expect_mask(
         mod, "111100/011110", "at_positions of [0, 3], a window that depends on h,", b=1, h=1, mistakes=mistakes
     )
     by_sequence = at_positions(lambda b, h, q, k: k == q + b, torch.tensor([0, 3]))
     mistakes = {"Pass b and h on to the mask as they are.": "000100/000010"}
-    expect_rows(by_sequence, "000010/000001", "at_positions of a mask that looks at b", b=1, mistakes=mistakes)
+    expect_mask(by_sequence, "000010/000001", "at_positions of a mask that looks at b", b=1, mistakes=mistakes)
     expect_program(mod, 16, "at_positions")
 
 
@@ -249,11 +249,11 @@ def check_paged_mask(paged_mask):
         "number[p] counts in the sequence, p in the pool.": "10000000/11000000/11000000/01000000",
     }
     probes = {(0, 2): free, (2, 4): "Free pages are seen by nobody."}
-    expect_rows(mod, "00000010/00000011/10000011/11000001", "paged_mask", probes, mistakes=mistakes)
+    expect_mask(mod, "00000010/00000011/10000011/11000001", "paged_mask", probes=probes, mistakes=mistakes)
     mistakes = {"The key's position is not its place in the pool.": "00000000/00000000/00100000/00110000"}
-    expect_rows(mod, "00100000/00110000/00110000/00010000", "paged_mask", b=1, mistakes=mistakes)
+    expect_mask(mod, "00100000/00110000/00110000/00010000", "paged_mask", b=1, mistakes=mistakes)
     mistakes = {"Pass b and h on to the mask as they are.": "00000010/00000011/10000011/11000001"}
-    expect_rows(
+    expect_mask(
         mod, "00000010/00000011/10000011/11000011", "paged_mask of a mask that looks at h", h=1, mistakes=mistakes
     )
     expect_program(mod, 16, "paged_mask of 4 pages", 8, 8)

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from utils.checking import FUSED_ATTENTION, expect_close, expect_items, expect_number, visible
-from utils.checking.masks import expect_program, expect_rows
+from utils.checking.masks import expect_mask, expect_program
+from utils.checking.mistakes import name_mistakes
 
 
 def masking_mistake(got, q, k, v, mask: torch.Tensor) -> str:
@@ -36,7 +37,7 @@ def masking_mistake(got, q, k, v, mask: torch.Tensor) -> str:
         *((heads, attend().roll(by, 1)) for by in range(1, q.shape[1])),
         (heads, attend().flip(1)),
     ]
-    found = next((hint for hint, wrong in known if torch.allclose(got.to(q.dtype), wrong, 1e-3, 1e-4)), "")
+    found = name_mistakes(got, attend(), known)
     if not found and not torch.equal(got[:, :, ~mask.any(-1)], torch.zeros_like(got[:, :, ~mask.any(-1)])):
         return "A query that sees no key gets zeros: the softmax of nothing is 0 divided by 0."
     return found
@@ -99,7 +100,7 @@ def check_three_masks(causal, sliding_window, prefix_lm):
     own, later = "A query sees its own key.", "Keys after the query are hidden: it is causal."
     probes = {(1, 1): own, (0, 1): later, (1, 0): "Keys before the query are seen."}
     mistakes = {"q and k are the wrong way round: the key comes before the query.": "1111/0111/0011"}
-    expect_rows(causal, "1000/1100/1110", "causal", probes, mistakes=mistakes)
+    expect_mask(causal, "1000/1100/1110", "causal", probes=probes, mistakes=mistakes)
     probes = {
         (0, 1): later,
         (0, 0): own,
@@ -107,7 +108,9 @@ def check_three_masks(causal, sliding_window, prefix_lm):
         (2, 0): "The window is too narrow: it holds `window` keys, the query's own key included.",
     }
     mistakes = {"The window counts back from the query, not on from key 0.": "10000/11000/11100/11100/11100"}
-    expect_rows(sliding_window(3), "10000/11000/11100/01110/00111", "sliding_window(3)", probes, mistakes=mistakes)
+    expect_mask(
+        sliding_window(3), "10000/11000/11100/01110/00111", "sliding_window(3)", probes=probes, mistakes=mistakes
+    )
     probes = {
         (0, 2): "Every query sees the first `prefix` keys, the queries of the prefix as well. Beyond it the mask is "
         "causal. Which of & and | joins the two?",
@@ -115,7 +118,7 @@ def check_three_masks(causal, sliding_window, prefix_lm):
         (3, 4): later,
         (0, 3): "The prefix has one key too many: keys 0 ... prefix - 1.",
     }
-    expect_rows(prefix_lm(3), "11100/11100/11100/11110/11111", "prefix_lm(3)", probes)
+    expect_mask(prefix_lm(3), "11100/11100/11100/11110/11111", "prefix_lm(3)", probes=probes)
     for mod, what in ((causal, "causal"), (sliding_window(5), "sliding_window(5)"), (prefix_lm(5), "prefix_lm(5)")):
         expect_program(mod, 16, what)
 
@@ -149,14 +152,16 @@ def check_packed_documents(document_numbers, packed_documents):
         (4, 4): "Padding sees padding here: -1 equals -1.",
         (1, 0): "A token sees the earlier tokens of its document.",
     }
-    expect_rows(mod, "100000/110000/001000/001100/000000/000000", "packed_documents", hints)
+    expect_mask(mod, "100000/110000/001000/001100/000000/000000", "packed_documents", probes=hints)
     mistakes = {
         "It looks at sequence 0 only: each sequence b has documents of its own.": "100000/110000/001000/001100/000000/000000",
         "One of the two look-ups reads sequence 0: index with b in both.": "100000/100000/011000/011100/000000/000000",
         "One of the two look-ups reads sequence 0: index with b in both": "100000/000000/001000/001100/000000/000000",
     }
     probes = {(5, 5): "Padding sees padding here: -1 equals -1."}
-    expect_rows(mod, "100000/010000/011000/011100/000010/000000", "packed_documents", probes, b=1, mistakes=mistakes)
+    expect_mask(
+        mod, "100000/010000/011000/011100/000010/000000", "packed_documents", probes=probes, b=1, mistakes=mistakes
+    )
     long = torch.zeros(1, 64, dtype=torch.int64)
     expect_program(packed_documents(long), 64, "packed_documents of 64 tokens", 64, 64)
 
@@ -189,7 +194,7 @@ def check_compositions(both, either):
         (both(past), "100/110/111", "both of one mask", {}),
         (either(past), "100/110/111", "either of one mask", {}),
     ):
-        expect_rows(mod, rows, what, mistakes=mistakes)
+        expect_mask(mod, rows, what, mistakes=mistakes)
     one_alone = (["0000/0000/0000/0000"] * 2, ["1100/1100/1100/1100", "1010/1010/1010/1010"])
     for b, h, rows in ((1, 0, "0100/0100/0100/0100"), (0, 1, "0010/0010/0010/0010")):
         for compose, name in ((both, "both"), (either, "either")):
@@ -199,7 +204,7 @@ def check_compositions(both, either):
                 "Pass b and h on to every mask, not to one alone.": one_alone[compose is either][h],
             }
             what = f"{name} of two masks that look at b and h"
-            expect_rows(compose(shifted, shifted), rows, what, b=b, h=h, mistakes=mistakes)
+            expect_mask(compose(shifted, shifted), rows, what, b=b, h=h, mistakes=mistakes)
 
 
 @visible("2.3", "Windows and sinks")
@@ -215,7 +220,7 @@ def check_windows_and_sinks(window_per_head, sinks_and_window):
         outside = (1, 2, 0)[h], 0  # a query whose window ends just before key 0, where there is one
         probes = {(0, 1): "It has to be causal too.", outside: "The query's own key is one of the window."}
         mistakes = {hint: other for hint, other in hints.items() if other != rows}
-        expect_rows(mod, rows, what, probes, b=1, h=h, mistakes=mistakes)
+        expect_mask(mod, rows, what, probes=probes, b=1, h=h, mistakes=mistakes)
     expect_program(mod, 16, "window_per_head of three windows")
     wide, missing = "Is there one sink too many, or a window that is too wide?", "The sinks are missing."
     swapped = "The two arguments are the wrong way round."
@@ -229,5 +234,5 @@ def check_windows_and_sinks(window_per_head, sinks_and_window):
         }),
     ):  # fmt: skip
         what = f"sinks_and_window({sinks}, {window})"
-        expect_rows(sinks_and_window(sinks, window), rows, what, probes, mistakes={swapped: wrong})
+        expect_mask(sinks_and_window(sinks, window), rows, what, probes=probes, mistakes={swapped: wrong})
     expect_program(sinks_and_window(2, 3), 16, "sinks_and_window(2, 3)")

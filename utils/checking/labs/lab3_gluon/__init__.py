@@ -8,10 +8,10 @@ import torch
 
 from utils.checking import expect_items, visible
 from utils.checking.gluon_launches import (
-    Cancelling,
     async_copy_launch,
     attention_inputs,
     attention_launch,
+    cancelling,
     edge_inputs,
     falling_inputs,
     overlap_launch,
@@ -122,7 +122,7 @@ def check_wgmma(text):
     """Several sizes and dtypes, and sums that 16 bits cannot hold."""
     sizes = ((64, 128, 64, 128, BRAIN), (129, 520, 72, 128, BRAIN), (100, 72, 200, 32, HALF))
     rules.matmul(text, [wgmma_launch(*each) for each in sizes], TWO, compiles=True)
-    rules.cancelling(text, [wgmma_launch(40, 72, 192, 64, HALF, Cancelling())])
+    rules.cancelling(text, [wgmma_launch(40, 72, 192, 64, HALF, cancelling())])
 
 
 @visible("5.1", "Online softmax in a kernel")
@@ -170,7 +170,7 @@ def check_tcgen05(text):
     """The sizes of 4.1, with tiles of 128 rows."""
     sizes = ((128, 128, 64, 128, BRAIN), (200, 264, 136, 128, BRAIN), (100, 72, 200, 32, HALF))
     rules.matmul(text, [tcgen05_launch(*each) for each in sizes], TWO)
-    rules.cancelling(text, [tcgen05_launch(40, 72, 192, 64, HALF, Cancelling())])
+    rules.cancelling(text, [tcgen05_launch(40, 72, 192, 64, HALF, cancelling())])
 
 
 @visible("Bonus 6.2", "Two softmaxes")

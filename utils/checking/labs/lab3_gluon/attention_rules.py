@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from utils.checking.gluon_launches import CLOSE, exponent_scale
-from utils.checking.kernel_exercises import Launch, Run, Tile
+from utils.checking.kernel_exercises import Launch, Run, Seeds, Try, simulated
 from utils.checking.kernel_exercises import overlap as overlap_of
-from utils.checking.kernel_mistakes import BLOCKS, OVERLAP, SOFTMAX, Steps, attention_in_blocks, attention_mistakes
-from utils.checking.labs.lab3_gluon.rules import Seeds, Try, cdiv, demand, number, simulated
+from utils.checking.labs.lab3_gluon.rules import cdiv, demand, number
+from utils.checking.mistakes import BLOCKS, OVERLAP, SOFTMAX, Steps, attention_in_blocks
 from utils.gluon_cpu.timeline import Event
 
 CONSUMERS = ("compute_partition 0", "compute_partition 1")
@@ -22,7 +22,7 @@ def _mistakes(
     known: dict, downward: bool = False, block: int = 64
 ) -> Callable[[Launch, dict], dict[str, torch.Tensor]]:
     def of(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
-        q, k, v = (launch.args[name].tensor for name in ("q_desc", "k_desc", "v_desc"))  # type: ignore[attr-defined]
+        q, k, v = (launch.args[name].tensor for name in ("q_desc", "k_desc", "v_desc"))
         inverse = 1 / exponent_scale(q.shape[-1])
         missing = {
             "c is missing: the weights are powers of 2 of c times the scores.": Steps(scale=inverse),
@@ -30,7 +30,8 @@ def _mistakes(
         }
         last = slice(0, block) if downward else slice((k.shape[-2] - 1) // block * block, None)
         alone = attention_in_blocks(q, k[..., last, :], v[..., last, :], Steps(), block)
-        found = attention_mistakes(q, k, v, known | missing, downward, block)
+        tables = (known | missing).items()
+        found = {words: attention_in_blocks(q, k, v, steps, block, downward) for words, steps in tables}
         return found | {"Only the last block counts: is the new maximum returned, and not the old one?": alone}
 
     return of
@@ -38,7 +39,7 @@ def _mistakes(
 
 def blocks_of(launch: Launch) -> int:
     """How many blocks of keys a launch has."""
-    keys: Tile = launch.args["k_desc"]  # type: ignore[assignment]
+    keys = launch.args["k_desc"]
     return cdiv(keys.tensor.shape[-2], keys.block[-2])
 
 
@@ -64,7 +65,7 @@ def specialized(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = 
     tried = simulated(text, tries, hint=hint, mistakes=_mistakes(BLOCKS), seeds=seeds, compiles=compiles, close=CLOSE)
     for launch, run in tried:
         for events in run.programs():
-            expect_split(events, blocks_of(launch), launch.args["STAGES"])  # type: ignore[arg-type]
+            expect_split(events, blocks_of(launch), launch.args["STAGES"])
 
 
 def expect_split(events: list[Event], blocks: int, stages: int) -> None:

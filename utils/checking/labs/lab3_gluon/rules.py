@@ -6,23 +6,16 @@ the launches to try, and raises AssertionError with a sentence for the student.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
-
-import torch
 
 from utils.checking import expect_items, expect_number
 from utils.checking.gluon_launches import ring_mistakes, transpose_mistakes, wgmma_mistakes
-from utils.checking.kernel_exercises import Launch, Run, Tile, expect_kernel
+from utils.checking.kernel_exercises import Seeds, Try, simulated
 from utils.gluon_cpu.timeline import Event
 
-Try = tuple[Launch, dict[str, torch.Tensor]]  # a launch, and what it should write
 Ring = Callable[[int, int], Try]  # gives the launch for a number of slots and a number of tiles
-Seeds = tuple[int | None, ...]  # timings of the simulator: None is the cost model's own
 MOST_REPAIRS = 6
-EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
 SUMS: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3}  # of squares in fp32
 PRODUCTS: dict[str, Any] = {"rtol": 1e-2, "atol": 2e-2}  # in 16 bits
 
@@ -36,45 +29,6 @@ def demand(condition: bool, words: str) -> None:
 def cdiv(a: int, b: int) -> int:
     """Return a / b, rounded up."""
     return -(-a // b)
-
-
-def simulated(
-    text: str,
-    tries: Iterable[Try],
-    *,
-    hint: str = "",
-    mistakes: Callable[[Launch, dict], dict[str, torch.Tensor]] | None = None,
-    seeds: Seeds = (None,),
-    compiles: bool = False,
-    close: dict[str, Any] = EXACT,
-) -> Iterator[tuple[Launch, Run]]:
-    """Try each launch, and yield it with the events of all of its programs; the last one is compiled, too, with `compiles`."""
-    tries = list(tries)
-    for launch, expected in tries:
-        run = expect_kernel(
-            text,
-            launch,
-            expected,
-            **close,
-            seeds=seeds,
-            compiles=compiles and launch is tries[-1][0],
-            hint=f"{hint} The launch: {sizes_of(launch)}.".strip(),
-            mistakes=partial(mistakes, launch, expected) if mistakes else None,
-            programs=math.prod(launch.grid),
-        )
-        yield launch, run
-
-
-def sizes_of(launch: Launch) -> str:
-    """Return the sizes of a launch's arguments: "x_ptr (45, 70), n = 70"."""
-    words = []
-    for name, value in launch.args.items():
-        tensor = value.tensor if isinstance(value, Tile) else value
-        if isinstance(tensor, torch.Tensor):
-            words.append(f"{name} {tuple(tensor.shape)}")
-        elif isinstance(tensor, int):
-            words.append(f"{name} = {tensor}")
-    return ", ".join(words)
 
 
 def number(events: Iterable[Event], kind: str, partition: str = "") -> int:
@@ -135,7 +89,7 @@ def transpose(text: str, tries: Iterable[Try], compiles: bool = False) -> None:
     """Right at any size and stride; at whole tiles a program moves its tile and touches no sector more than it needs."""
     hint = "Row i, column j of X goes to row j, column i of Y: are the addresses turned, and how far apart do rows lie?"
     for launch, run in simulated(text, tries, hint=hint, mistakes=transpose_mistakes, compiles=compiles):
-        m, n, *strides = (int(launch.args[name]) for name in ("m", "n", "x_stride", "y_stride"))  # type: ignore[call-overload]
+        m, n, *strides = (int(launch.args[name]) for name in ("m", "n", "x_stride", "y_stride"))
         if m % 32 or n % 32 or any(stride % 8 for stride in strides):
             continue  # rows that begin within a sector touch more of them
         for events in run.programs():
@@ -163,7 +117,7 @@ def async_copy(
 def tma_ring(text: str, tries: Iterable[Try], ring: Ring, slots: tuple[int, ...], seeds: Seeds, compiles=False) -> None:
     """The same by TMA; there may be fewer tiles than slots."""
     for launch, run in simulated(text, tries, mistakes=ring_mistakes, seeds=seeds, compiles=compiles, close=SUMS):
-        tiles = cdiv(launch.args["columns"], 64)  # type: ignore[arg-type]
+        tiles = cdiv(launch.args["columns"], 64)
         for events in run.programs():
             copies = sum(e.kind == "copy in" and e.unit == "TMA" for e in events)
             demand(copies == tiles, f"a program with {tiles} tiles issues {copies} TMA copies: one each, by tma_load.")
@@ -272,7 +226,7 @@ def matmul(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = False
     for launch, run in simulated(
         text, tries, hint=hint, mistakes=wgmma_mistakes, seeds=seeds, compiles=compiles, close=PRODUCTS
     ):
-        steps = cdiv(launch.args["k_size"], 64)  # type: ignore[arg-type]
+        steps = cdiv(launch.args["k_size"], 64)
         for events in run.programs():
             products, copies, stored = (number(events, kind) for kind in ("wgmma", "copy in", "copy out"))
             demand(products == steps, f"{steps} steps along K, and {products} products: one a step.")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from utils.checking import DERIVATIVES, FUSED_ATTENTION, SOFTMAX, expect_close, expect_items
 from utils.checking.labs.lab4_sdpa.common import replaced_answers, visible
 from utils.checking.labs.lab4_sdpa.costs import attend
-from utils.checking.mistakes import known_mistake
+from utils.checking.mistakes import name_mistakes
 
 PART = {"forbids": FUSED_ATTENTION, "hint": "write the products and the softmax yourself: SDPA does not return the lse"}
 MERGE = {
@@ -36,8 +36,9 @@ def expect_part_output(got, q, k, v, rtol: float, atol: float, what: str) -> Non
     for dim, name in ((-2, "queries"), (1, "heads")):
         over = torch.softmax(scores, dim=dim) @ v.repeat_interleave(group, dim=1)
         turned[f"The softmax goes over the keys, the last dimension of the scores, not over the {name}."] = over
-    hint = known_mistake(got, turned, rtol=1e-2, atol=1e-2, otherwise="Divide by the part's own sum.")
-    expect_close(got, attend(q, k, v).float(), rtol=rtol, atol=atol, what=f"the output of {what}", hint=hint)
+    right = attend(q, k, v).float()
+    hint = name_mistakes(got, right, turned, "Divide by the part's own sum.")
+    expect_close(got, right, rtol=rtol, atol=atol, what=f"the output of {what}", hint=hint)
 
 
 @visible("3.2", "Attention over one part", **PART)
@@ -59,12 +60,13 @@ def check_attend_part(attend_part):
             "The scores are scaled by 1/sqrt(D), also in the lse.": score * math.sqrt(10),
             "The maximum that was subtracted is missing: add it again.": torch.zeros_like(score),
         }
-        hint, near = known_mistake(one, mistakes), {"rtol": 1e-3, "atol": 1e-3}
+        hint, near = name_mistakes(one, score, mistakes), {"rtol": 1e-3, "atol": 1e-3}
         expect_close(one, score, **near, what=f"the lse over one key, {what}", hint=hint)
         _, five = attend_part(q, k[:, :, :1].expand(2, 2, 5, 10), v[:, :, :5])
         natural = "It is the natural logarithm of the sum of all e^score"
-        hint = known_mistake(five, {f"{natural}, not the largest score.": score}, otherwise=f"{natural}.")
-        expect_close(five, score + math.log(5), **near, what=f"the lse over five equal keys, {what}", hint=hint)
+        right = score + math.log(5)
+        hint = name_mistakes(five, right, {f"{natural}, not the largest score.": score}, f"{natural}.")
+        expect_close(five, right, **near, what=f"the lse over five equal keys, {what}", hint=hint)
 
 
 def merge_hint(got, q, k, v, splits: int) -> str:
@@ -101,7 +103,7 @@ def merge_hint(got, q, k, v, splits: int) -> str:
         left_out = f"The last {keys - counted} keys are left out: {splits} does not divide {keys}."
         known[left_out] = attend(q, k[:, :, :counted], v[:, :, :counted])
     otherwise = "Weigh the parts with their log-sum-exp, and let the weights add up to 1."
-    return known_mistake(got, known, rtol=2e-2, atol=2e-2, otherwise=otherwise)
+    return name_mistakes(got, attend(q, k, v), known, otherwise)
 
 
 def expect_merged(got, q, k, v, splits: int, large: bool, what: str, **near: float) -> None:
@@ -159,10 +161,13 @@ def _expect_known_weights(split_kv_attention) -> None:
             return
         got = split_kv_attention(torch.ones(1, 2, 3, 8), keys, keys, 2)
     base_2 = torch.full((1, 2, 3, 8), 2 ** math.log(3) / (2 ** math.log(3) + 1))
-    known = {"The weights are 2^L, and L is a natural logarithm: they should be e^L.": base_2}
-    hint = known_mistake(got, known, otherwise="A part weighs as much as its sum, and its sum is e^L.")
+    known, right = (
+        {"The weights are 2^L, and L is a natural logarithm: they should be e^L.": base_2},
+        torch.full_like(base_2, 0.75),
+    )
+    hint = name_mistakes(got, right, known, "A part weighs as much as its sum, and its sum is e^L.")
     what = "split_kv_attention of a part of ones with log-sum-exp ln 3, and a part of zeros with log-sum-exp 0"
-    expect_close(got, torch.full((1, 2, 3, 8), 0.75), rtol=1e-3, atol=1e-3, hint=hint, what=what)
+    expect_close(got, right, rtol=1e-3, atol=1e-3, hint=hint, what=what)
 
 
 def expect_gradient(got, right, without_delta, name: str, where: str, **near: float) -> None:
@@ -181,7 +186,7 @@ def expect_gradient(got, right, without_delta, name: str, where: str, **near: fl
     if name != "dv":
         bare = without_delta[GRADIENTS.index(name)]
         known["delta is missing: the softmax's rows add up to 1, so each score moves all of its row."] = bare
-    hint = known_mistake(got, known, rtol=1e-2, atol=1e-3, otherwise=hint)
+    hint = name_mistakes(got, right, known, hint)
     expect_close(got, right, **near, what=f"{name} for {where}", hint=hint)
 
 
