@@ -25,7 +25,7 @@ from contextlib import contextmanager
 
 import torch
 
-from utils.benchmark.cpu_timer import Call, Timer, collector_paused
+from utils.benchmark.cpu_timer import Call, CpuTimer, collector_paused
 
 GPU_SAMPLE_MS = 0.200  # events resolve about 0.5 us: 0.25% of a sample this long
 GPU_SHORT_MS = 0.100  # several calls of a shorter kernel share one pair of events
@@ -73,15 +73,11 @@ def _naming_the_calls(burst: Sequence[Call], phase: str) -> Iterator[None]:
         raise
 
 
-class CudaTimer(Timer):
+class CudaTimer(CpuTimer):
     """Device time between two events around each sample, queued in bursts, one synchronization a burst."""
 
     clock = "CUDA events"
     shortest_sample_ms = GPU_SAMPLE_MS
-
-    def max_runs(self, call: Call) -> int:
-        """Return the most runs of one sample: what the CPU can issue within one burst."""
-        return max(1, min(MAX_GPU_CALLS, int(BURST_ISSUE_MS / max(call.issue_ms or 0.05, 1e-3))))
 
     def __init__(self, device: torch.device, cold: bool, graph: bool, queue_ahead: bool):
         self.device, self.cold, self.graph, self.queue_ahead = device, cold, graph, queue_ahead
@@ -94,6 +90,21 @@ class CudaTimer(Timer):
         if cold:
             self.flush_bytes = gpu_flush_bytes(device)
             self._buffer = torch.empty(self.flush_bytes // 4, dtype=torch.int32, device=device)
+
+    def prepare(
+        self, call: Call, warmup: int, calls_per_sample: int | None, deadline: float | None
+    ) -> tuple[Call, int]:
+        """Warm up, and capture the call in a CUDA graph or set the calls per sample, as the CPU's timer does."""
+        if not self.graph:
+            return super().prepare(call, warmup, calls_per_sample, deadline)
+        done = self.warm_up(call, max(warmup, 1), deadline)
+        call = self.capture(call, calls_per_sample)
+        self.warm_up(call, 2, deadline)
+        return call, done
+
+    def max_runs(self, call: Call) -> int:
+        """Return the most runs of one sample: what the CPU can issue within one burst."""
+        return max(1, min(MAX_GPU_CALLS, int(BURST_ISSUE_MS / max(call.issue_ms or 0.05, 1e-3))))
 
     def synchronize(self) -> None:
         """Wait for the GPU."""

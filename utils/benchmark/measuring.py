@@ -10,11 +10,11 @@ with `functools.partial`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from utils.benchmark import intervals as stats
 from utils.benchmark.cpu_timer import Call
 from utils.benchmark.result import Comparison, Measurement
-from utils.benchmark.sampling import Samples, Timing, Work, time_calls
+from utils.benchmark.sampling import Samples, Timing, time_calls
 from utils.config import dtype_name
 from utils.machine.device import default_device, usable_device
 from utils.machine.environment import float32_matmul_precision
@@ -136,18 +136,12 @@ def _timed(
     timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]], width: Callable[[Samples], float]
 ) -> list[Measurement]:
     """Time the calls. Nothing beats its roof: if a result does, a measured roof is measured again, and the best counts."""
-    results = time_calls(timing, calls, turns, width, _work(timing, calls))
-    if timing.roofs is None or not any(result.over_roof for result in results):
-        return results
-    higher = timing.roofs.measured_again()
-    if higher is timing.roofs:
-        return results
-    work = _work(dataclasses.replace(timing, roofs=higher), calls)
-    shares = [(work.roof_ms or 0.0) / result.median_ms for result in results]
-    return [
-        dataclasses.replace(one, roof=work.roof, roof_share=share, method=one.method | {"over_roof": share > 1.0})
-        for one, share in zip(results, shares, strict=True)
-    ]
+    work = _work(timing, calls, timing.roofs)  # before the timing, because it refuses a dtype without a roof
+    results = [work.of(result) for result in time_calls(timing, calls, turns, width)]
+    if any(result.over_roof for result in results):
+        work = _work(timing, calls, timing.roofs.measured_again())
+        results = [work.of(result) for result in results]
+    return results
 
 
 def _rounds(count: int) -> Iterator[Sequence[int]]:
@@ -164,9 +158,26 @@ def _label(fn: Callable, label: str | None) -> str:
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 
-def _work(timing: Timing, calls: list[Call]) -> Work:
+@dataclass(frozen=True)
+class _Work:
+    """FLOPs and bytes of one call, and the time they take at the roof that limits them."""
+
+    flops: float | None
+    bytes: float | None
+    dtype: str | None  # name of the peak
+    roof: dict | None = None  # the roofs that were used
+    roof_ms: float | None = None  # the longer of the times at the compute and at the memory roof
+
+    def of(self, timed: Measurement) -> Measurement:
+        """Return the measurement with this work and its share of the roof."""
+        share = self.roof_ms / timed.median_ms if self.roof_ms is not None and timed.median_ms > 0 else None
+        facts = {name: getattr(self, name) for name in ("flops", "bytes", "dtype", "roof")}
+        return replace(timed, **facts, roof_share=share)
+
+
+def _work(timing: Timing, calls: list[Call], roofs: Any) -> _Work:
     """Return the work of one call and its time at the roofs, as far as counts and roofs are given."""
-    flops, bytes, roofs, dtype, device = timing.flops, timing.bytes, timing.roofs, timing.dtype, timing.device
+    flops, bytes, dtype, device = timing.flops, timing.bytes, timing.dtype, timing.device
     if dtype is None:
         tensors = (tensor for call in calls for tensor in tensors_of([call.args, call.kwargs, call.fn]))
         dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
@@ -178,7 +189,7 @@ def _work(timing: Timing, calls: list[Call]) -> Work:
         except ValueError:  # no roof has a peak for this dtype, such as float64
             dtype = str(dtype).removeprefix("torch.")
     if roofs is None or (flops is None and bytes is None):
-        return Work(flops, bytes, dtype)
+        return _Work(flops, bytes, dtype)
     roof_ms = 0.0
     if flops is not None:
         peak = roofs.tflops.get(dtype)
@@ -195,7 +206,7 @@ def _work(timing: Timing, calls: list[Call]) -> Work:
         "tflops": roofs.tflops.get(dtype),
         "memory_bandwidth_tb_s": roofs.memory_bandwidth_tb_s,
     }
-    return Work(flops, bytes, dtype, roof, roof_ms)
+    return _Work(flops, bytes, dtype, roof, roof_ms)
 
 
 def tensors_of(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from utils.benchmark import intervals as stats
-from utils.benchmark.cpu_timer import Call, CpuTimer, Timer
+from utils.benchmark.cpu_timer import Call, CpuTimer
 from utils.benchmark.cuda_timer import SHORT_BURST, CudaTimer
 from utils.benchmark.result import Measurement
 from utils.machine.environment import HARMLESS_REASONS, environment, gpu_state
@@ -118,22 +118,11 @@ class Timing:
         """Whether device events are the clock."""
         return self.device.type == "cuda"
 
-    def make_timer(self) -> Timer:
+    def make_timer(self) -> CpuTimer:
         """Return the timer of the device."""
         if self.on_gpu:
             return CudaTimer(self.device, self.cold, self.graph, self.queue_ahead)
         return CpuTimer(self.cold)
-
-
-@dataclass(frozen=True)
-class Work:
-    """FLOPs and bytes of one call, and the time they take at the roof that limits them."""
-
-    flops: float | None = None
-    bytes: float | None = None
-    dtype: str | None = None  # name of the peak
-    roof: dict | None = None  # the roofs that were used
-    roof_ms: float | None = None  # the longer of the times at the compute and at the memory roof
 
 
 class Budget:
@@ -169,12 +158,12 @@ class Budget:
 
 
 def time_calls(
-    timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]], width: Callable[[Samples], float], work: Work
+    timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]], width: Callable[[Samples], float]
 ) -> list[Measurement]:
-    """Time the calls, interleaved, on one timer: a Measurement of each.
+    """Time the calls, interleaved, on one timer: a Measurement of each, without its work and roof.
 
     `turns` are endless rounds, each with the order of the calls in it. `width` returns the relative half-width of the
-    interval that `timing.target_interval` asks for. `work` is that of one call, the same for all.
+    interval that `timing.target_interval` asks for.
     """
     budget = Budget(timing.max_seconds)
     timer = timing.make_timer()
@@ -183,7 +172,7 @@ def time_calls(
         prepared, warmed_up = [], []
         for call in calls:
             deadline = budget.warm_up_deadline(len(calls))
-            call, done = timer.prepare(call, timing.warmup, timing.calls_per_sample, timing.graph, deadline)
+            call, done = timer.prepare(call, timing.warmup, timing.calls_per_sample, deadline)
             prepared.append(call)
             warmed_up.append(done)
         alone = timing.on_gpu and len(calls) == 1
@@ -206,7 +195,6 @@ def time_calls(
             low, high = min(low, median_ms * (1 - STEADY_HALF_WIDTH)), max(high, median_ms * (1 + STEADY_HALF_WIDTH))
         if spread is not None and spread.moving:
             notes.append("the GPU's clocks moved; `compare` times two functions at the same clocks")
-        share = None if work.roof_ms is None or median_ms <= 0 else work.roof_ms / median_ms
         method = {
             **timer.describe(call),
             "device": str(timing.device),
@@ -216,32 +204,18 @@ def time_calls(
             "calls": call.calls,
             "l2": timing.l2,
             "graph": timing.graph,
-            "calls_per_graph": call.calls_per_run if timing.graph else None,
             "stopped": stopped,
             "cut_by_time_budget": stopped.startswith("time budget"),
             "floor_ms": floor_ms,
             "below_floor": None if floor_ms is None else median_ms <= FLOOR_MARGIN * floor_ms,
-            "over_roof": share is not None and share > 1.0,
             "seconds": seconds,
             **counted,
             "gpu_before": gpu_before,
             "gpu_after": gpu_after,
             "notes": notes,
         }
-        measurements.append(
-            Measurement(
-                samples_ms=tuple(times),
-                interval_ms=(low, high),
-                label=call.label,
-                flops=work.flops,
-                bytes=work.bytes,
-                dtype=work.dtype,
-                roof_share=share,
-                roof=work.roof,
-                method=method,
-                environment=environment(timing.device),
-            )
-        )
+        facts = environment(timing.device)
+        measurements.append(Measurement(tuple(times), (low, high), call.label, method=method, environment=facts))
     return measurements
 
 
@@ -311,7 +285,7 @@ class Spread:
 
 
 def _collect(
-    timer: Timer,
+    timer: CpuTimer,
     calls: list[Call],
     turns: Iterator[Sequence[int]],
     width: Callable[[Samples], float],
