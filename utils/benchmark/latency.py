@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,7 +15,14 @@ from typing import NamedTuple
 import torch
 from torch.autograd import DeviceType
 
-from utils.benchmark.kernel_names import DOCUMENTED_KEY, FREE_OPERATORS, MEMORY, WRAPPER_OPERATORS, classify
+from utils.benchmark.kernel_names import (
+    DOCUMENTED_KEY,
+    FREE_OPERATORS,
+    MEMORY,
+    WRAPPER_OPERATORS,
+    bare_operator,
+    classify,
+)
 from utils.benchmark.measuring import measure, pick_device
 from utils.validation import check_callable, whole_number
 
@@ -157,18 +165,6 @@ def _cpu_peak_above_start(call: Callable[[], None], repeats: int) -> int:
     return peak
 
 
-class KernelCounts(dict):
-    """Counts per step under the documented keys; the attributes say what was counted and what the numbers leave out.
-
-    counted: "CUDA kernels", or "CPU leaf operators" for a trace without a GPU.
-    notes: sentences.
-    """
-
-    def __init__(self, counts: dict[str, int], counted: str, notes: list[str]):
-        super().__init__(counts)
-        self.counted, self.notes = counted, notes
-
-
 def count_cuda_kernels(prof) -> dict[str, int]:
     """CUDA kernels per profiled step by category: gemm, elementwise, softmax, layernorm, memory, other, total.
 
@@ -177,8 +173,7 @@ def count_cuda_kernels(prof) -> dict[str, int]:
     kernel or the copy engine does them. Fused attention kernels and reductions count as "other".
 
     If the trace has no GPU work, CPU leaf operators are counted instead: operators that contain no other working
-    operator. Views, metadata and bare allocations do no work and are left out. The returned dict has the same keys, and
-    its `.counted` says which of the two was counted.
+    operator. Views, metadata and bare allocations do no work and are left out.
     """
     try:
         events = list(prof.events())
@@ -189,28 +184,19 @@ def count_cuda_kernels(prof) -> dict[str, int]:
         ) from error
     steps = sum(1 for event in events if _is_step(event) and event.device_type == DeviceType.CPU)
     kernels = _cuda_kernel_names(events)
-    on_gpu = bool(kernels)
-    names = Counter(kernels if on_gpu else _leaf_operator_names(events))
-    divisor = max(steps, 1)
-    notes = []
-    compiled = not on_gpu and any("CompiledFxGraph" in event.name for event in events)
+    names = Counter(kernels or _leaf_operator_names(events))
+    compiled = not kernels and any("CompiledFxGraph" in event.name for event in events)
     if compiled and not any(COMPILED_CPU_KERNEL.match(name) for name in names):
-        notes.append(
+        warnings.warn(
             "Kernels that torch.compile generated for the CPU are not in this trace, and not counted; set "
-            "torch._inductor.config.cpp.enable_kernel_profile = True before compiling to see them."
-        )
-    uneven = sorted(name for name, count in names.items() if count % divisor)
-    if uneven:
-        notes.append(
-            f"{len(uneven)} names did not occur equally often in each of the {divisor} steps, the first is "
-            f"{uneven[0]!r}; counts are rounded means."
+            "torch._inductor.config.cpp.enable_kernel_profile = True before compiling to see them.",
+            stacklevel=2,
         )
     totals: Counter = Counter()
     for name, count in names.items():
         totals[DOCUMENTED_KEY[classify(name)]] += count
-    counts = {key: round(totals[key] / divisor) for key in KERNEL_KEYS}
-    counts["total"] = sum(counts.values())
-    return KernelCounts(counts, "CUDA kernels" if on_gpu else "CPU leaf operators", notes)
+    counts = {key: round(totals[key] / max(steps, 1)) for key in KERNEL_KEYS}
+    return counts | {"total": sum(counts.values())}
 
 
 def _is_step(event) -> bool:
@@ -252,7 +238,7 @@ def _is_operator(name: str) -> bool:
 def _working_operators(event) -> list[str]:
     """Return the operators at or inside this event that did work; of a wrapper, the operators inside it."""
     name = event.name
-    if name.partition(".")[0] in FREE_OPERATORS:
+    if name.startswith("aten::") and bare_operator(name) in FREE_OPERATORS:
         return []
     children = getattr(event, "cpu_children", None) or []
     if not _is_operator(name):  # annotations, autograd nodes, modules

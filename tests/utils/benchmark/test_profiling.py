@@ -200,4 +200,4 @@ def test_gpu_profile_has_kernels_gaps_and_ranges(tmp_path):
     assert 0 <= gpu_idle_share(prof) < 1
     assert any(event.name == "attention scores" for event in events)
     counts = count_cuda_kernels(prof)
-    assert counts.counted == "CUDA kernels" and counts["softmax"] == 1 and counts["gemm"] >= 1
+    assert counts["softmax"] == 1 and counts["gemm"] >= 1
