@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from utils.benchmark.kernel_names import (
     classify,
 )
 from utils.benchmark.measuring import measure, pick_device
+from utils.benchmark.profiling import GPU_WORK
 from utils.validation import check_callable, whole_number
 
 KERNEL_KEYS = ("gemm", "elementwise", "softmax", "layernorm", "memory", "other")
@@ -154,14 +154,13 @@ def _cpu_peak_above_start(call: Callable[[], None], repeats: int) -> int:
             for _ in range(chunk):
                 call()
         done += chunk
-        level = count = 0
+        level = 0
         events = recorded.kineto_results.events()
         for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda e: e.start_ns()):
             if event.device_type() == DeviceType.CPU:
                 level += event.nbytes()
                 peak = max(peak, level)
-        count = len(events)
-        chunk = max(1, min(repeats, EVENTS_PER_RECORDING * chunk // max(count, 1)))
+        chunk = max(1, min(repeats, EVENTS_PER_RECORDING * chunk // max(len(events), 1)))
     return peak
 
 
@@ -173,7 +172,8 @@ def count_cuda_kernels(prof) -> dict[str, int]:
     kernel or the copy engine does them. Fused attention kernels and reductions count as "other".
 
     If the trace has no GPU work, CPU leaf operators are counted instead: operators that contain no other working
-    operator. Views, metadata and bare allocations do no work and are left out.
+    operator. Views, metadata and bare allocations do no work and are left out, and so is what torch.compile generates for
+    a CPU: it is a C++ function, which the profiler sees only with torch._inductor.config.cpp.enable_kernel_profile.
     """
     try:
         events = list(prof.events())
@@ -183,15 +183,7 @@ def count_cuda_kernels(prof) -> dict[str, int]:
             f"and whose schedule reached its active steps; got {type(prof).__name__}."
         ) from error
     steps = sum(1 for event in events if _is_step(event) and event.device_type == DeviceType.CPU)
-    kernels = _cuda_kernel_names(events)
-    names = Counter(kernels or _leaf_operator_names(events))
-    compiled = not kernels and any("CompiledFxGraph" in event.name for event in events)
-    if compiled and not any(COMPILED_CPU_KERNEL.match(name) for name in names):
-        warnings.warn(
-            "Kernels that torch.compile generated for the CPU are not in this trace, and not counted; set "
-            "torch._inductor.config.cpp.enable_kernel_profile = True before compiling to see them.",
-            stacklevel=2,
-        )
+    names = Counter(_cuda_kernel_names(events) or _leaf_operator_names(events))
     totals: Counter = Counter()
     for name, count in names.items():
         totals[DOCUMENTED_KEY[classify(name)]] += count
@@ -205,27 +197,20 @@ def _is_step(event) -> bool:
 
 def _cuda_kernel_names(events: list) -> list[str]:
     """Return the names of kernels, copies and fills, without the annotations that are mirrored on the GPU's lanes."""
-    annotations = {
-        event.name
-        for event in events
-        if event.device_type == DeviceType.CPU and getattr(event, "is_user_annotation", False)
-    }
-    names = []
-    for event in events:
-        if event.device_type != DeviceType.CUDA or _is_step(event) or getattr(event, "is_user_annotation", False):
-            continue
-        activity = getattr(event, "activity_type", None)
-        if activity is not None and activity not in ("kernel", "gpu_memcpy", "gpu_memset"):
-            continue
-        if activity is None and event.name in annotations:
-            continue
-        names.append(event.name)
-    return names
+    annotations = {event.name for event in events if event.device_type == DeviceType.CPU and event.is_user_annotation}
+
+    def works(event) -> bool:
+        if event.device_type != DeviceType.CUDA or _is_step(event) or event.is_user_annotation:
+            return False
+        activity = getattr(event, "activity_type", None)  # torch 2.11 does not say it
+        return event.name not in annotations if activity is None else activity in GPU_WORK
+
+    return [event.name for event in events if works(event)]
 
 
 def _leaf_operator_names(events: list) -> list[str]:
     """Return the operators that did work themselves on the CPU."""
-    roots = (e for e in events if e.device_type == DeviceType.CPU and getattr(e, "cpu_parent", None) is None)
+    roots = (event for event in events if event.device_type == DeviceType.CPU and event.cpu_parent is None)
     return [name for event in roots for name in _working_operators(event)]
 
 
@@ -240,11 +225,10 @@ def _working_operators(event) -> list[str]:
     name = event.name
     if name.startswith("aten::") and bare_operator(name) in FREE_OPERATORS:
         return []
-    children = getattr(event, "cpu_children", None) or []
-    if not _is_operator(name):  # annotations, autograd nodes, modules
-        return [inner for child in children for inner in _working_operators(child)]
-    working = [(child.name, _working_operators(child)) for child in children]
+    working = [(child.name, _working_operators(child)) for child in event.cpu_children]
     inside = [inner for _, names in working for inner in names]
+    if not _is_operator(name):  # annotations, autograd nodes, modules
+        return inside
     if name in WRAPPER_OPERATORS or any(classify(inner) != MEMORY for inner in inside):
         return inside
     if classify(name) == MEMORY:
