@@ -43,7 +43,7 @@ def measure(fn: Callable, *args, label: str | None = None, **options) -> Measure
         label: name in the result. Default: the function's name.
         **options: the fields of `Timing`, which says what they mean: `warmup`, `iterations`, `device`, `flops`, `bytes`,
             `roofs`, `dtype`, `l2`, `graph`, `target_interval`, `max_seconds`, `calls_per_sample`,
-            `queue_ahead`, `floor`, `discard`. Other keywords go to `fn`; for a keyword of `fn` that is
+            `queue_ahead`, `floor`. Other keywords go to `fn`; for a keyword of `fn` that is
             also an option here, use `functools.partial`.
     """
     check_callable("measure", fn)
