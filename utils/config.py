@@ -7,7 +7,6 @@ FP32 accumulation, which torch uses.
 
 from __future__ import annotations
 
-import copy
 import functools
 
 from utils.validation import did_you_mean
@@ -181,41 +180,27 @@ class Gemma3TextConfig:
     in whatever way, the object becomes a full instance of transformers' class.
     """
 
-    def _become_real(self):
-        real = _gemma_config()
-        object.__setattr__(self, "__dict__", real.__dict__)
-        object.__setattr__(self, "__class__", type(real))
-        return self
-
     def __getattribute__(self, name: str):
-        if name == "_become_real":
-            return object.__getattribute__(self, name)
-        if name == "__class__":  # read by isinstance()
+        if name == "__class__":  # isinstance() reads it, and compares it with the type that the object had before
             return type(_gemma_config())
-        return getattr(self._become_real(), name)
-
-    def __setattr__(self, name: str, value) -> None:
-        setattr(self._become_real(), name, value)
-
-    def __dir__(self):
-        return dir(self._become_real())
-
-    def __repr__(self) -> str:
-        return repr(self._become_real())
-
-    def __eq__(self, other) -> bool:
-        return self._become_real() == other
+        return getattr(_become_real(self), name)
 
     __hash__ = None  # type: ignore[assignment]  # as transformers' class, if that can be compared
 
-    def __copy__(self):
-        return copy.copy(self._become_real())
 
-    def __deepcopy__(self, memo: dict):
-        return copy.deepcopy(self._become_real(), memo)
+def _become_real(config):
+    real = _gemma_config()
+    object.__setattr__(config, "__dict__", real.__dict__)
+    object.__setattr__(config, "__class__", type(real))
+    return config
 
-    def __reduce_ex__(self, protocol):
-        return self._become_real().__reduce_ex__(protocol)
 
+def _first_use(name: str):
+    """Return a special method, which Python looks up in the class without asking the object."""
+    return lambda self, *arguments: getattr(_become_real(self), name)(*arguments)
+
+
+for _name in ("__setattr__", "__dir__", "__repr__", "__eq__", "__reduce_ex__"):
+    setattr(Gemma3TextConfig, _name, _first_use(_name))
 
 GEMMA_CONFIG = object.__new__(Gemma3TextConfig)

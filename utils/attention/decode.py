@@ -24,7 +24,6 @@ from utils.attention.reference import reference
 from utils.attention.sequences import check_tensor, clear_behind, mask_by_ends, read_lengths
 from utils.machine.device import Support
 from utils.newest import Newest
-from utils.validation import suggest_keywords
 
 BACKENDS = ("gluon", "sdpa")  # in the order in which "auto" tries them
 
@@ -33,7 +32,6 @@ BACKENDS = ("gluon", "sdpa")  # in the order in which "auto" tries them
 _decided: Newest[tuple, tuple[Run, Callable[..., torch.Tensor] | None]] = Newest(512)
 
 
-@suggest_keywords
 def attention_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -17,12 +17,8 @@ One older name is kept alive: `blackwell.get_tmem_reg_layout`, which is a method
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from importlib import metadata
@@ -193,41 +189,13 @@ def clusters_are_complete() -> bool:
     return (installed_version("triton") or (0, 0)) >= (3, 8)
 
 
-@functools.cache
 def keep_captured_floats_constant() -> None:
     """Let eager FlexAttention take a second score modifier that captures another number.
 
     From torch 2.15 on, a Python float that has changed since the last call becomes a symbol of the graph, and eager
     FlexAttention raises an error because it takes no such symbol. As a constant it is compiled anew, as before.
-    Importing torch's compiler takes a second and imports Triton, so the setting waits until something else imports it.
     """
-    version = installed_version("torch")
-    if version is None or version < (2, 15):
-        return
-    config = sys.modules.get(_DYNAMO_CONFIG)
-    if config is not None:
-        config.specialize_float = True  # type: ignore[attr-defined]
-    else:
-        sys.meta_path.insert(0, _SetWhenImported())
+    if (installed_version("torch") or (0, 0)) >= (2, 15):
+        import torch._dynamo.config
 
-
-_DYNAMO_CONFIG = "torch._dynamo.config"
-
-
-class _SetWhenImported(importlib.abc.MetaPathFinder):
-    """Sets `specialize_float` when torch's module of settings is imported."""
-
-    def find_spec(self, fullname: str, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _DYNAMO_CONFIG:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def run_and_set(module) -> None:
-                run(module)
-                module.specialize_float = True
-
-            spec.loader.exec_module = run_and_set  # type: ignore[method-assign]
-        return spec
+        torch._dynamo.config.specialize_float = True
