@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from utils.benchmark import intervals as stats
 from utils.benchmark.cpu_timer import Call
 from utils.benchmark.result import Comparison, Measurement
-from utils.benchmark.sampling import Samples, Timing, time_calls
+from utils.benchmark.sampling import Timing, time_calls
 from utils.config import dtype_name
 from utils.machine.device import default_device, usable_device
 from utils.machine.environment import float32_matmul_precision
@@ -42,13 +41,12 @@ def measure(fn: Callable, *args, label: str | None = None, **options) -> Measure
         *args: its arguments.
         label: name in the result. Default: the function's name.
         **options: the fields of `Timing`, which says what they mean: `warmup`, `iterations`, `device`, `flops`, `bytes`,
-            `roofs`, `dtype`, `l2`, `graph`, `target_interval`, `max_seconds`, `calls_per_sample`,
-            `queue_ahead`, `floor`. Other keywords go to `fn`; for a keyword of `fn` that is
+            `roofs`, `dtype`, `l2`, `graph`, `max_seconds`, `calls_per_sample`, `queue_ahead`, `floor`. Other keywords go to `fn`; for a keyword of `fn` that is
             also an option here, use `functools.partial`.
     """
     check_callable("measure", fn)
     timing, kwargs = _timing(options, args, fn)
-    return _timed_alone(timing, [Call(fn, args, kwargs, _label(fn, label))], itertools.repeat((0,)))[0]
+    return _timed(timing, [Call(fn, args, kwargs, _label(fn, label))], itertools.repeat((0,)))[0]
 
 
 def compare(
@@ -75,17 +73,11 @@ def compare(
         names = ("a", "b")
     timing, kwargs = _timing(options, args, a, b)
 
-    def interval_of(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-        low, high = stats.speedup_interval(first, second)
-        apart = PAIR_APART if timing.on_gpu else 0.0
-        return low / (1.0 + apart), high * (1.0 + apart)
-
-    def width(samples: Samples) -> float:
-        return stats.relative_half_width(interval_of(*samples), stats.speedup(*samples))
-
     calls = [Call(fn, args, kwargs, name) for fn, name in zip((a, b), names, strict=True)]
-    side_a, side_b = _timed(timing, calls, itertools.cycle(((0, 1), (1, 0))), width)
-    interval = interval_of(side_a.samples_ms, side_b.samples_ms)
+    side_a, side_b = _timed(timing, calls, itertools.cycle(((0, 1), (1, 0))))
+    low, high = stats.speedup_interval(side_a.samples_ms, side_b.samples_ms)
+    apart = 1.0 + (PAIR_APART if timing.on_gpu else 0.0)
+    interval = low / apart, high * apart
     pairs = len(side_a.samples_ms)
     return Comparison(
         speedup=stats.speedup(side_a.samples_ms, side_b.samples_ms),
@@ -110,7 +102,7 @@ def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], **option
         raise ValueError(f"measure_together() needs a label for each function: {len(fns)} and {len(labels)} given.")
     timing, kwargs = _timing(options, (), *fns)
     calls = [Call(fn, (), kwargs, str(label)) for fn, label in zip(fns, labels, strict=True)]
-    return _timed_alone(timing, calls, _rounds(len(calls)))
+    return _timed(timing, calls, _rounds(len(calls)))
 
 
 def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, dict]:
@@ -122,22 +114,10 @@ def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, dict]:
     return Timing(device, **options), kwargs
 
 
-def _timed_alone(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
-    """Time calls of which each has an interval of its own; the widest is the one that `target_interval` asks for."""
-
-    def width(samples: Samples) -> float:
-        intervals = [stats.repeat_interval(times) for times in samples]
-        return max(map(stats.relative_half_width, intervals, map(float, map(np.median, samples))))
-
-    return _timed(timing, calls, turns, width)
-
-
-def _timed(
-    timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]], width: Callable[[Samples], float]
-) -> list[Measurement]:
+def _timed(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
     """Time the calls. Nothing beats its roof: if a result does, a measured roof is measured again, and the best counts."""
     work = _work(timing, calls, timing.roofs)  # before the timing, because it refuses a dtype without a roof
-    results = [work.of(result) for result in time_calls(timing, calls, turns, width)]
+    results = [work.of(result) for result in time_calls(timing, calls, turns)]
     if any(result.over_roof for result in results):
         work = _work(timing, calls, timing.roofs.measured_again())
         results = [work.of(result) for result in results]

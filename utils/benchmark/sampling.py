@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from utils.machine.environment import HARMLESS_REASONS, environment, gpu_state
 from utils.validation import whole_number
 
 MIN_SAMPLES = 3  # a time budget cuts no run below this, unless one call is over the budget
-MIN_ADAPTIVE = 20  # no early stop on an interval from fewer samples
 # A function that is timed alone on a GPU is timed over at least this long. At the power limit the clocks swing within about a
 # second: over two seconds the medians of a matmul of 2560 on an H200 lay within 1.8%, over half a second up to 7% apart.
 STEADY_S = 0.5
@@ -30,7 +29,6 @@ STEADY_HALF_WIDTH = 0.01
 # Above this share of the power limit the clocks move even if NVML gives no reason yet: a matmul of 2304 at a share of
 # 0.61 was steady within 0.4%, one of 2560 at 0.70 was not.
 MOVING_POWER = 0.65
-MAX_ADAPTIVE = 50  # adaptive runs stop at this many times `iterations`
 FLOOR_MARGIN = 1.1  # a time within 10% of an empty call's cannot be distinguished from it
 
 Samples = list[list[float]]  # ms; one list for each function
@@ -43,13 +41,12 @@ class Timing:
     Args:
         device: "cuda" times by device events, "cpu" by the host's clock. Default: where the call's tensors are.
         warmup: calls before the timing.
-        iterations: number of samples; with `target_interval` the smallest number. On a GPU ten samples and more are spread
+        iterations: number of samples. On a GPU ten samples and more are spread
             over half a second, and over two seconds where the clocks move, as at the power limit, with the function's own
             work in between, so that the samples meet the levels of the clocks.
         l2: "warm": the cache as the function's own calls leave it. "cold": before every sample, outside of the timed
             region, a buffer of at least twice the cache (GPU: L2, CPU: last-level cache) is written.
         graph: capture the call in a CUDA graph once and time its replays.
-        target_interval: continue until the median's interval is within plus or minus this share (0.01: 1%).
         max_seconds: time budget, warm-up included; at least 3 samples are taken unless one call exceeds the budget.
         calls_per_sample: calls between two readings of the clock, divided out. Default: as many as the clock needs.
         queue_ahead: on a GPU, queue the calls behind a spin kernel so that the time is device work alone. False times
@@ -66,7 +63,6 @@ class Timing:
     iterations: int = 100
     l2: str = "warm"
     graph: bool = False
-    target_interval: float | None = None
     max_seconds: float | None = None
     calls_per_sample: int | None = None
     queue_ahead: bool = True
@@ -90,11 +86,6 @@ class Timing:
             )
         if self.graph and not self.on_gpu:
             raise ValueError("graph=True captures a CUDA graph and needs a CUDA GPU; leave it out on a CPU.")
-        if self.target_interval is not None and not 0.0 < self.target_interval < 1.0:
-            raise ValueError(
-                f"target_interval is the interval's relative half-width, between 0 and 1, got "
-                f"{self.target_interval!r}; 0.01 asks for plus or minus 1%."
-            )
         if self.max_seconds is not None and not (self.max_seconds > 0.0 and math.isfinite(self.max_seconds)):
             raise ValueError(f"max_seconds must be a finite number above 0, got {self.max_seconds!r}.")
         for name, value in (("flops", self.flops), ("bytes", self.bytes)):
@@ -150,13 +141,10 @@ class Budget:
         return max(0, min(rounds, max(fitting, MIN_SAMPLES - taken if round_s <= self.seconds else 0)))
 
 
-def time_calls(
-    timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]], width: Callable[[Samples], float]
-) -> list[Measurement]:
+def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
     """Time the calls, interleaved, on one timer: a Measurement of each, without its work and roof.
 
-    `turns` are endless rounds, each with the order of the calls in it. `width` returns the relative half-width of the
-    interval that `timing.target_interval` asks for.
+    `turns` are endless rounds, each with the order of the calls in it.
     """
     budget = Budget(timing.max_seconds)
     timer = timing.make_timer()
@@ -172,7 +160,7 @@ def time_calls(
         spread = None
         if alone and isinstance(timer, CudaTimer) and timing.iterations >= stats.BLOCKS:
             spread = Spread(timer, prepared[0], timing)
-        samples, stopped = _collect(timer, prepared, turns, width, timing, budget, spread)
+        samples, stopped = _collect(timer, prepared, turns, timing, budget, spread)
         gpu_after = gpu_state(timing.device) if timing.on_gpu else None
         floors = [timer.floor_ms(call) if timing.floor else None for call in prepared]
     seconds = budget.used_s()
@@ -267,24 +255,17 @@ def _collect(
     timer: CpuTimer,
     calls: list[Call],
     turns: Iterator[Sequence[int]],
-    width: Callable[[Samples], float],
     timing: Timing,
     budget: Budget,
     spread: Spread | None,
 ) -> tuple[Samples, str]:
-    """Take samples of all calls until they are enough, precise enough, or out of time; return them, and why it ended."""
+    """Take samples of all calls until they are enough or out of time; return them, and why it ended."""
     samples: Samples = [[] for _ in calls]
-    target = timing.target_interval
-    goal = timing.iterations if target is None else max(timing.iterations, MIN_ADAPTIVE)
-    limit = MAX_ADAPTIVE * goal
     round_s = None  # wall time of one sample of each call, flush and synchronization included
-    while True:
-        taken = len(samples[0])
-        rounds = budget.affordable(goal - taken, taken, round_s, calls)
+    while (taken := len(samples[0])) < timing.iterations:
+        rounds = budget.affordable(timing.iterations - taken, taken, round_s, calls)
         if rounds == 0:
-            if target is None and taken >= goal:
-                return samples, f"all {goal} iterations done"
-            return samples, f"time budget of {budget.seconds:g} s used after {taken} of {goal} samples"
+            return samples, f"time budget of {budget.seconds:g} s used after {taken} of {timing.iterations} samples"
         begin = time.perf_counter()
         if spread is not None:
             samples[0] += [spread.sample() for _ in range(rounds)]
@@ -293,12 +274,4 @@ def _collect(
             for index, ms in zip(order, timer.sample([calls[index] for index in order]), strict=True):
                 samples[index].append(ms)
         round_s = max((time.perf_counter() - begin) / rounds, 1e-9)
-        if target is None or taken + rounds < goal:
-            continue
-        taken += rounds
-        reached = width(samples)
-        if reached <= target:
-            return samples, f"interval half-width {reached:.2%} reached the target of {target:.2%}"
-        if taken >= limit:
-            return samples, f"gave up at {taken} samples: interval half-width {reached:.2%}, target {target:.2%}"
-        goal = min(limit, taken + max(10, taken // 2))
+    return samples, f"all {timing.iterations} iterations done"
