@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.collections import LineCollection
 from matplotlib.patheffects import withStroke
-from matplotlib.transforms import IdentityTransform
+from matplotlib.transforms import IdentityTransform, ScaledTranslation
 
 from .style import CARD, HAIR, INK, SMALL
 
@@ -139,7 +139,6 @@ class LabelLayer(Artist):
         super().__init__()
         self._ax = ax
         self._labels: list[Label] = []
-        self._line_texts: list[tuple[Any, np.ndarray]] = []  # text, its line (2, 2) in data
         self._markers: list[tuple[float, float]] = []
         self._lines: list[np.ndarray] = []
         self._numbered: list[str] | None = [] if list_columns(names) else None
@@ -203,10 +202,11 @@ class LabelLayer(Artist):
                 annotation_clip=False,
             )
 
-    def add_along(self, text: str, start: tuple[float, float], end: tuple[float, float], **font: Any) -> None:
-        """Write along and above the line between two data points."""
-        artist = self._text(text, INK, SMALL, ha="center", rotation_mode="anchor", **font)
-        self._line_texts.append((artist, np.array([start, end], float)))
+    def add_along(self, text: str, xy: tuple[float, float], **font: Any) -> None:
+        """Write above a line through the origin, at one of its points, with the slope that the line has on these axes."""
+        above = ScaledTranslation(-2 / 72, 2 / 72, self._ax.get_figure(root=True).dpi_scale_trans)
+        artist = self._text(text, INK, SMALL, ha="center", rotation_mode="anchor", transform_rotates_text=True, **font)
+        artist.set(position=xy, rotation=math.degrees(math.atan2(*xy[::-1])), transform=self._ax.transData + above)
 
     def avoid_point(self, x: float, y: float) -> None:
         """Keep texts away from a marker at this data point."""
@@ -252,8 +252,6 @@ class LabelLayer(Artist):
         """Place all texts; `point` is a typographic point in pixels."""
         ax = self._ax
         markers = np.array([ax.transData.transform(p) for p in self._markers]).reshape(-1, 2) - corner
-        for text, line in self._line_texts:
-            self._place_along(text, line, point)
         own_texts = {id(label.text) for label in self._labels}
         fixed = [t for t in ax.texts if id(t) not in own_texts and t.get_visible() and t.get_text()]
         if ax.get_legend() is not None:
@@ -276,13 +274,6 @@ class LabelLayer(Artist):
             "Draw fewer points, or pass the Axes of a larger figure as ax=.",
             stacklevel=2,
         )
-
-    def _place_along(self, text: Any, line: np.ndarray, point: float) -> None:
-        """Write a text along and above its line."""
-        a, b = self._ax.transData.transform(line)
-        along = (b - a) / max(math.dist(a, b), 1e-9)
-        text.set_rotation(math.degrees(math.atan2(along[1], along[0])))
-        text.set_position(a + 0.6 * (b - a) + np.array([-along[1], along[0]]) * 3 * point)
 
     def _sample(self, corner: np.ndarray, step: float) -> np.ndarray:
         """Return points along every line to avoid, `step` pixels apart."""

@@ -196,7 +196,8 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: s
     at = (math.log(main.ridge) - math.log(low)) / (math.log(high) - math.log(low))
     for x, ha, words in ((at - edge / 2, "right", "memory-bound"), (at + edge / 2, "left", "compute-bound")):
         ax.text(x, 0.02, words, transform=ax.transAxes, ha=ha, va="bottom", fontsize=SMALL, color=SOFT, style="italic")
-    layer.add_along(f"{plain(slope)} {prefix}B/s", (start, start * slope), (main.ridge, main.tflops), fontweight="bold")
+    along = start * (main.ridge / start) ** 0.6
+    layer.add_along(f"{plain(slope)} {prefix}B/s", (along, along * slope), fontweight="bold")
 
 
 def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from utils.benchmark.profiling import TraceEvent
+
 # Chrome-trace categories and kernel classes for the same kind of work share a colour; those without one are "other".
 _COLORS = {
     "cpu_op": "#8cc5e8",
@@ -36,7 +38,6 @@ _COLORS = {
     "memory": "#d98c00",
     "other": "#b5b5b5",
 }
-_KEYS = ("name", "category", "start_us", "duration_us", "lane")
 MOST_NAMES = 120  # so many bars, the longest ones, may have names
 CHARACTER = 4.4  # points: the mean width of a character of a name
 LEAST_CHARACTERS = 5  # that a shortened name of a bar keeps
@@ -64,8 +65,8 @@ def plot_timeline(
     """Draw a profiler trace: rows are threads and streams, bars are operators and kernels.
 
     Args:
-        events_or_trace: a finished profile, the path of a Chrome trace, or events with name, category, start_us,
-            duration_us and lane, as keys or attributes (what `read_trace` returns).
+        events_or_trace: a finished profile, the path of a Chrome trace, or events: what `read_trace` returns, or dicts with
+            the keys name, category, start_us, duration_us and lane.
         ax: Axes to draw in; None for a new figure.
         window_ms: (start, end) of the part to show, in ms since the first event; None for the whole trace.
         max_depth: levels of nested operators to draw in each lane.
@@ -76,10 +77,8 @@ def plot_timeline(
     """
     whole_number("max_depth", max_depth)
     events = _events(events_or_trace)
-    first = min(event["start_us"] for event in events)
-    last = max(event["start_us"] + event["duration_us"] for event in events)
-    window = _window(window_ms, (last - first) / 1e3)
-    nested = _nest(events, first)
+    nested = _nest(events)
+    window = _window(window_ms, max(bar.end for bar in nested))
     visible = [bar for bar in nested if bar.end >= window[0] and bar.start <= window[1]]
     if not visible:
         raise ValueError(
@@ -111,31 +110,20 @@ def plot_timeline(
     return figure, axes
 
 
-def _events(given: Any) -> list[Mapping[str, Any]]:
-    """Return the events, read from a trace file or a profile if that was given; raise ValueError if one is damaged."""
-    if isinstance(given, str | PathLike) or hasattr(given, "key_averages"):
-        from utils.benchmark.profiling import read_trace
+def _events(given: Any) -> list[TraceEvent]:
+    """Return the events, read from a trace file or a profile if that was given."""
+    from utils.benchmark.profiling import TraceEvent, read_trace
 
+    if isinstance(given, str | PathLike) or hasattr(given, "key_averages"):
         given = read_trace(given)
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         raise ValueError(
             f"events_or_trace must be events, a profile or a Chrome trace's path, got {type(given).__name__}."
         )
-    events = list(given)
+    events = [TraceEvent(**event) if isinstance(event, Mapping) else event for event in given]
     if not events:
         raise ValueError("events_or_trace holds no events: nothing was recorded while the profiler was active.")
-    rows: list[Mapping[str, Any]] = []
-    for i, event in enumerate(events):
-        row = dict(event) if isinstance(event, Mapping) else {k: getattr(event, k) for k in _KEYS if hasattr(event, k)}
-        missing = [key for key in _KEYS if key not in row]
-        if missing:
-            raise ValueError(f"event {i} lacks {', '.join(missing)}; each needs {', '.join(_KEYS)}: {event!r}.")
-        for key, floor, words in (("start_us", -math.inf, "finite"), ("duration_us", 0, "finite and not negative")):
-            value = row[key]
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < floor:
-                raise ValueError(f"event {i} ({row['name']}): {key} must be {words}, in us; got {value!r}.")
-        rows.append(row)
-    return rows
+    return events
 
 
 def _window(given: Any, length: float) -> tuple[float, float]:
@@ -147,20 +135,20 @@ def _window(given: Any, length: float) -> tuple[float, float]:
     return start, end
 
 
-def _nest(events: list[Mapping[str, Any]], first: float) -> list[_Bar]:
+def _nest(events: list[TraceEvent]) -> list[_Bar]:
     """Return the bars with their depths: an event that starts inside another event of its lane is one level deeper."""
     bars: list[_Bar] = []
     stacks: dict[str, list[float]] = {}  # of each lane: when the last bar of each level ends
-    for event in sorted(events, key=lambda e: (e["start_us"], -e["duration_us"])):
-        start = (event["start_us"] - first) / 1e3
-        end = start + event["duration_us"] / 1e3
-        stack = stacks.setdefault(str(event["lane"]), [])
+    events = sorted(events, key=lambda event: (event.start_us, -event.duration_us))
+    for event in events:
+        start, end = ((at - events[0].start_us) / 1e3 for at in (event.start_us, event.end_us))
+        stack = stacks.setdefault(event.lane, [])
         # Concurrent bars keep their levels: a level is free again when its own bar has ended.
         depth = next((i for i, until in enumerate(stack) if until <= start + 1e-9), len(stack))
         if any(until > start + 1e-9 for until in stack[depth:]):
             depth = len(stack)
         stack[depth:] = [end]
-        bars.append(_Bar(str(event["name"]), str(event["category"]), start, end, str(event["lane"]), depth))
+        bars.append(_Bar(event.name, event.category, start, end, event.lane, depth))
     return bars
 
 
