@@ -124,16 +124,6 @@ def gpu_spec(gpu_name: str) -> dict:
     return GPU_SPECS[gpu_name]
 
 
-def peak_tflops(gpu_name: str, dtype="fp16") -> float:
-    """Return the dense peak of a GPU in TFLOP/s for one dtype; it is an error if the part has no unit for it."""
-    name = dtype_name(dtype)
-    peak = gpu_spec(gpu_name)[f"{name}_tflops"]
-    if peak is None:
-        has = ", ".join(known for known in DTYPES if GPU_SPECS[gpu_name][f"{known}_tflops"] is not None)
-        raise ValueError(f"The {GPU_SPECS[gpu_name]['full_name']} has no {name} unit; choose one of {has}.")
-    return peak
-
-
 def get_ridge_point(gpu_name: str, dtype: str = "fp16") -> float:
     """Ridge point in FLOPs/Byte: below it an operation is memory-bound, above it compute-bound.
 
@@ -144,7 +134,12 @@ def get_ridge_point(gpu_name: str, dtype: str = "fp16") -> float:
         dtype: "fp16", "bf16", "fp32", "tf32", "fp8" or a torch.dtype, the dtype of the operands: an fp32 peak over bf16
             bytes gives a ridge that no kernel has.
     """
-    return peak_tflops(gpu_name, dtype) / gpu_spec(gpu_name)["memory_bandwidth_tb_s"]
+    spec, name = gpu_spec(gpu_name), dtype_name(dtype)
+    peak = spec[f"{name}_tflops"]
+    if peak is None:
+        has = ", ".join(known for known in DTYPES if spec[f"{known}_tflops"] is not None)
+        raise ValueError(f"The {spec['full_name']} has no {name} unit; choose one of {has}.")
+    return peak / spec["memory_bandwidth_tb_s"]
 
 
 @functools.cache

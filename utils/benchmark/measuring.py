@@ -170,13 +170,7 @@ def _work(timing: Timing, calls: list[Call], roofs: Any) -> _Work:
             dtype = str(dtype).removeprefix("torch.")
     if roofs is None or (flops is None and bytes is None):
         return _Work(flops, bytes, dtype)
-    roof_ms = 0.0
-    if flops is not None:
-        peak = roofs.tflops.get(dtype)
-        if not peak:
-            known = ", ".join(sorted(name for name, value in roofs.tflops.items() if value))
-            raise ValueError(f"the roofs of {roofs.name} have no {dtype!r} peak; pass dtype= one of {known}.")
-        roof_ms = flops / (peak * 1e9)
+    roof_ms = 0.0 if flops is None else flops / (roofs.peak_tflops(dtype) * 1e9)
     if bytes is not None:
         roof_ms = max(roof_ms, bytes / (roofs.memory_bandwidth_tb_s * 1e9))
     roof = {

@@ -1,11 +1,11 @@
 """measure() and compare() on known work: counts are exact, times have wide bounds because machines are busy."""
 
+import dataclasses
 import functools
 import itertools
 import json
 import statistics
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +16,10 @@ from utils.benchmark.measuring import compare as compare_anywhere
 from utils.benchmark.measuring import measure as measure_anywhere
 from utils.benchmark.measuring import pick_device
 from utils.benchmark.result import Measurement
+from utils.benchmark.roofs import Roofs
 from utils.machine import device
 
-ROOFS = SimpleNamespace(
-    name="test part", origin="datasheet", tflops={"fp32": 1.0, "bf16": 4.0, "fp8": None}, memory_bandwidth_tb_s=0.5
-)
-ROOFS.measured_again = lambda: ROOFS  # as roofs from a data sheet do
+ROOFS = Roofs("test part", "datasheet", {"fp32": 1.0, "bf16": 4.0}, 0.5)
 
 # Functions without tensors would be timed on the GPU where there is one.
 measure = functools.partial(measure_anywhere, device="cpu")
@@ -178,7 +176,7 @@ def test_more_bad_input():
         measure(3.0)
     with pytest.raises(TypeError, match="b must be callable, got NoneType"):
         compare(busy, None)
-    with pytest.raises(ValueError, match=r"no 'fp8' peak; pass dtype= one of bf16, fp32"):
+    with pytest.raises(ValueError, match=r"no peak for fp8; they have fp32, bf16"):
         measure(busy, 0.01, iterations=1, flops=1.0, roofs=ROOFS, dtype="fp8")
 
 
@@ -326,9 +324,9 @@ def test_far_samples_are_named(monkeypatch):
     assert named.method["outliers"] == 3 and len(named.samples_ms) == 39 and "far above the others" in repr(named)
 
 
-def test_a_result_above_a_measured_roof_has_it_measured_again():
-    higher = SimpleNamespace(**vars(ROOFS) | {"tflops": {"fp32": 1e9}})
-    low = SimpleNamespace(**vars(ROOFS) | {"measured_again": lambda: higher})
-    work = dict(flops=1e15, dtype="fp32", roofs=low, iterations=3, warmup=0)
+def test_a_result_above_a_measured_roof_has_it_measured_again(monkeypatch):
+    higher = dataclasses.replace(ROOFS, tflops={"fp32": 1e9})
+    monkeypatch.setattr(Roofs, "measured_again", lambda self: higher)
+    work = dict(flops=1e15, dtype="fp32", roofs=ROOFS, iterations=3, warmup=0)
     for result in (measure(busy, 0.1, **work), compare(busy, busy, 0.1, **work).b):
         assert result.roof["tflops"] == 1e9 and not result.over_roof
