@@ -8,6 +8,7 @@ FP32 accumulation, which torch uses.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from utils.validation import did_you_mean
 
@@ -198,4 +199,4 @@ def _first_use(name: str):
 for _name in ("__setattr__", "__dir__", "__repr__", "__eq__", "__reduce_ex__"):
     setattr(Gemma3TextConfig, _name, _first_use(_name))
 
-GEMMA_CONFIG = object.__new__(Gemma3TextConfig)
+GEMMA_CONFIG: Any = object.__new__(Gemma3TextConfig)
