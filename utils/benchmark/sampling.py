@@ -41,9 +41,9 @@ class Timing:
     Args:
         device: "cuda" times by device events, "cpu" by the host's clock. Default: where the call's tensors are.
         warmup: calls before the timing.
-        iterations: number of samples. On a GPU ten samples and more are spread
-            over half a second, and over two seconds where the clocks move, as at the power limit, with the function's own
-            work in between, so that the samples meet the levels of the clocks.
+        iterations: number of samples. On a GPU ten samples and more are spread over half a second, and over two seconds
+            where the clocks move, as at the power limit, with the function's own work in between, so that the samples
+            meet the levels of the clocks.
         l2: "warm": the cache as the function's own calls leave it. "cold": before every sample, outside of the timed
             region, a buffer of at least twice the cache (GPU: L2, CPU: last-level cache) is written.
         graph: capture the call in a CUDA graph once and time its replays.
