@@ -237,18 +237,13 @@ def _copy(device: torch.device, copy_bytes: int) -> Callable[[], torch.Tensor]:
 
 @contextlib.contextmanager
 def _fp32_products(precision: Literal["ieee", "tf32"]) -> Iterator[None]:
-    """Multiply fp32 matrices in fp32 or in TF32; restore afterwards the settings of both of torch's interfaces."""
+    """Multiply fp32 matrices in fp32 or in TF32, and restore the settings afterwards."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [backend.fp32_precision for backend in backends]
     try:
-        legacy = torch.get_float32_matmul_precision()
-    except RuntimeError:  # fp32_precision has a value for which the older interface has no name
-        legacy = None
-    torch.set_float32_matmul_precision("highest" if precision == "ieee" else "high")
-    try:
+        for backend in backends:
+            backend.fp32_precision = precision
         yield
     finally:
-        if legacy is not None:
-            torch.set_float32_matmul_precision(legacy)
         for backend, value in zip(backends, before, strict=True):
             backend.fp32_precision = value

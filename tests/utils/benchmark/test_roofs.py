@@ -104,7 +104,7 @@ def test_fp32_products_are_exact_and_the_setting_comes_back(legacy):
         torch.set_float32_matmul_precision(legacy)
         inside = fp32_precision()
         with roofs._fp32_products("ieee"):
-            assert torch.get_float32_matmul_precision() == "highest"
+            assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
             # bf16 products, which "medium" allows, are off by 1e-1 here.
             assert (torch.mm(a, b).double() - exact).abs().max() < 1e-3
         assert fp32_precision() == inside
