@@ -1,19 +1,8 @@
 """Which versions of torch, Triton and transformers the course was tested with, and what changed between them.
 
 This is the one place that knows. Kernels, simulator and labs use Gluon's newest names; on an older Triton
-`adopt_newest_gluon_names` adds these names as aliases of the old ones:
-
-| newest name             | from Triton | before                                   | what became of the old name    |
-|---|---|---|---|
-| `tma.async_load`        | 3.8         | `tma.async_copy_global_to_shared`        | raises an error from 3.9 on    |
-| `tma.async_store`       | 3.8         | `tma.async_copy_shared_to_global`        | raises an error from 3.9 on    |
-| `async_copy.async_load` | 3.8         | `async_copy.async_copy_global_to_shared` | raises an error from 3.9 on    |
-| `gl.barrier`            | 3.7         | `gl.thread_barrier`                      | gone from 3.7 on               |
-| `gluon.aggregate`       | 3.8         | `triton.language.core._aggregate`        | still there                    |
-| `tma.async_atomic_add`  | 3.8         | no function, but the same instruction    |                                |
-| `tile.reinterpret`      | 3.9         | `tile._reinterpret`                      | gone from 3.9 on               |
-
-One older name is kept alive: `blackwell.get_tmem_reg_layout`, which is a method of tensor memory from Triton 3.8 on.
+`adopt_newest_gluon_names` adds these names as aliases of the old ones. One older name is kept alive:
+`blackwell.get_tmem_reg_layout`, which is a method of tensor memory from Triton 3.8 on.
 """
 
 import functools
@@ -74,17 +63,19 @@ def adopt_newest_gluon_names() -> None:
     from triton.runtime.jit import ConstexprFunction
 
     for module, newest, old_module, old in (
+        # From Triton 3.8 on; the old names raise an error from 3.9 on.
         (tma, "async_load", tma, "async_copy_global_to_shared"),
         (tma, "async_store", tma, "async_copy_shared_to_global"),
         (async_copy, "async_load", async_copy, "async_copy_global_to_shared"),
-        (gl, "barrier", gl, "thread_barrier"),
-        (gluon, "aggregate", core, "_aggregate"),
+        (gluon, "aggregate", core, "_aggregate"),  # from 3.8 on, beside the old name
+        (gl, "barrier", gl, "thread_barrier"),  # from 3.7 on
+        # From 3.9 on.
         (gl.shared_memory_descriptor, "reinterpret", gl.shared_memory_descriptor, "_reinterpret"),
         (blackwell.tensor_memory_descriptor, "reinterpret", blackwell.tensor_memory_descriptor, "_reinterpret"),
     ):
         if not hasattr(module, newest):
             setattr(module, newest, getattr(old_module, old))
-    if not hasattr(tma, "async_atomic_add"):
+    if not hasattr(tma, "async_atomic_add"):  # from 3.8 on; before, there is the instruction without a function
         tma.async_atomic_add = _make_async_atomic_add()
     if not hasattr(blackwell, "get_tmem_reg_layout"):
         blackwell.get_tmem_reg_layout = ConstexprFunction(_register_layout_of_tile)
