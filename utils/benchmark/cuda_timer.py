@@ -9,7 +9,8 @@ than under steady work (a bf16 matmul of 4096 on an H200: 175 us with rests, 182
 
 A pair of events measures up to 1 us more than its kernel where many launches wait behind it. Cold matmuls on an H200, in bursts
 of 60: 27.5 and 9.4 us, but 26.8 and 8.7 us for the last three of each burst, and in bursts of one and of three. With a warm
-cache, calls that short share a pair of events; with a cold one their bursts are short.
+cache, calls that short share a pair of events; with a cold one each is a burst of its own. (Bursts of three, too, have samples
+of two kinds: a matmul of 8.5 us seemed to be 0.96 times as fast as itself.)
 
 A function that waits for the GPU cannot be queued. Its samples are timed as they are issued, and a note says so. A
 function that takes turns with it is still queued, in bursts of its own.
@@ -33,7 +34,6 @@ MAX_GPU_CALLS = 200  # calls in one sample
 BURST_ISSUE_MS = 3.0  # a stream takes about 1000 launches before the CPU has to wait: stay well below
 MAX_SPIN_MS = 50.0
 WORK_MS = 1.0  # of a call's work that is queued as one piece
-SHORT_BURST = 3  # samples of a burst behind which few launches wait
 BURST_TRIES = 4
 MIN_MARGIN, MAX_MARGIN = 1.5, 100.0  # the spin allows this many times the issue time that the warm-up measured
 SURE_OF_GPU = 0.8  # share of a run's shortest time for which the GPU is assumed to be busy with that run
@@ -154,16 +154,16 @@ class CudaTimer(CpuTimer):
     def _burst_length(self, sequence: Sequence[Call], runs: int | None) -> int:
         """Number of samples to queue as one burst: as many as fit in BURST_ISSUE_MS, at least one.
 
-        Calls that wait for the GPU and calls that do not are never in the same burst. With a cold cache, short calls get
-        short bursts: the launches that wait behind a pair of events would count with them.
+        Calls that wait for the GPU and calls that do not are never in the same burst. With a cold cache, a short call is
+        queued alone: the launches that wait behind a pair of events would count with it.
         """
-        brief = self.flush_bytes and min(call.gpu_ms or call.run_ms or 0.0 for call in sequence) <= GPU_SHORT_MS
-        most = SHORT_BURST if brief else len(sequence)
+        if self.flush_bytes and min(call.gpu_ms or call.run_ms or 0.0 for call in sequence) <= GPU_SHORT_MS:
+            return 1
         total = 0.0
         for length, call in enumerate(sequence):
             total += self._issue_ms(call, runs)
             mixed = call is not sequence[0] and (self.separate or call.queueable != sequence[0].queueable)
-            if length and (total > BURST_ISSUE_MS or mixed or length == most):
+            if length and (total > BURST_ISSUE_MS or mixed):
                 return length
         return len(sequence)
 

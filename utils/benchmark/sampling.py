@@ -14,7 +14,7 @@ import torch
 
 from utils.benchmark import intervals as stats
 from utils.benchmark.cpu_timer import Call, CpuTimer
-from utils.benchmark.cuda_timer import SHORT_BURST, CudaTimer
+from utils.benchmark.cuda_timer import CudaTimer
 from utils.benchmark.result import Measurement
 from utils.machine.environment import HARMLESS_REASONS, environment, gpu_state
 from utils.validation import whole_number
@@ -24,6 +24,7 @@ MIN_SAMPLES = 3  # a time budget cuts no run below this, unless one call is over
 # second: over two seconds the medians of a matmul of 2560 on an H200 lay within 1.8%, over half a second up to 7% apart.
 STEADY_S = 0.5
 MOVING_S = 2.0  # while the clocks move
+BURST = 3  # calls of which the last one is such a function's sample
 # Least half width of such a function's interval: what changes over minutes, no measurement of seconds can show.
 STEADY_HALF_WIDTH = 0.01
 # Above this share of the power limit the clocks move even if NVML gives no reason yet: a matmul of 2304 at a share of
@@ -242,9 +243,9 @@ class Spread:
         # The spin before a burst lets the GPU rest, longer on a slow host, and at its power limit it is faster afterwards:
         # by up to 10%. So the work in between has none, and of a short burst the last sample counts.
         sample_s = (call.run_ms or 0.0) * call.runs_per_sample / 1e3
-        if (rest := self.last + step_s - SHORT_BURST * sample_s - time.perf_counter()) > 0:
+        if (rest := self.last + step_s - BURST * sample_s - time.perf_counter()) > 0:
             self.timer.work(call, rest)
-        sample_ms = self.timer.sample([call] * SHORT_BURST)[-1]
+        sample_ms = self.timer.sample([call] * BURST)[-1]
         self.last = time.perf_counter()
         self.taken += 1
         self.throttled += self.held_back
