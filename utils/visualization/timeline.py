@@ -48,7 +48,7 @@ class _Bar(NamedTuple):
 
     name: str
     category: str
-    start: float  # ms since the window's start
+    start: float  # ms after the first event
     end: float
     lane: str
     depth: int
@@ -58,7 +58,6 @@ def plot_timeline(
     events_or_trace: Iterable[Any] | str | PathLike,
     *,
     ax: Axes | None = None,
-    window_ms: tuple[float, float] | None = None,
     max_depth: int = 4,
     title: str | None = None,
 ) -> tuple[Figure, Axes]:
@@ -68,7 +67,6 @@ def plot_timeline(
         events_or_trace: a finished profile, the path of a Chrome trace, or events: what `read_trace` returns, or dicts with
             the keys name, category, start_us, duration_us and lane.
         ax: Axes to draw in; None for a new figure.
-        window_ms: (start, end) of the part to show, in ms since the first event; None for the whole trace.
         max_depth: levels of nested operators to draw in each lane.
         title: the title; None for no title.
 
@@ -76,17 +74,11 @@ def plot_timeline(
         (Figure, Axes).
     """
     whole_number("max_depth", max_depth)
-    events = _events(events_or_trace)
-    nested = _nest(events)
-    window = _window(window_ms, max(bar.end for bar in nested))
-    visible = [bar for bar in nested if bar.end >= window[0] and bar.start <= window[1]]
-    if not visible:
-        raise ValueError(
-            f"window_ms {window} holds none of the {len(nested)} events; they end at {nested[-1].end:g} ms."
-        )
-    bars = [bar for bar in visible if bar.depth < max_depth]
+    nested = _nest(_events(events_or_trace))
+    length = max(bar.end for bar in nested) or 1e-3
+    bars = [bar for bar in nested if bar.depth < max_depth]
     lanes: dict[str, int] = {}  # levels of each lane, in order of first event
-    for bar in sorted(bars, key=lambda bar: bar.start):
+    for bar in bars:
         lanes[bar.lane] = max(lanes.get(bar.lane, 0), bar.depth + 1)
     tops, rows = {}, 0.0
     for lane, depth in lanes.items():
@@ -94,15 +86,15 @@ def plot_timeline(
         rows += depth + 0.6
 
     figure, (axes,) = open_axes(ax, (9.6, 1.0 + 0.27 * rows))
-    axes.set_xlim(window)
+    axes.set_xlim(0.0, length)
     axes.set_ylim(rows - 0.3, -0.6)
     colors = {bar.category: _COLORS.get(bar.category, _COLORS["other"]) for bar in bars}
-    labels = [f"{lane}\n{100 * _busy(nested, lane, window):.0f}% busy" for lane in lanes]
+    labels = [f"{lane}\n{100 * _busy(nested, lane, length):.0f}% busy" for lane in lanes]
     axes.set_yticks([tops[lane] + depth / 2 - 0.5 for lane, depth in lanes.items()], labels=labels, fontsize=8.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
     axes.spines["left"].set_visible(False)
-    deeper = len(visible) - len(bars)
+    deeper = len(nested) - len(bars)
     note = f"   ({deeper} events nested deeper than {max_depth} are not drawn)" if deeper else ""
     name_axes(axes, x=f"time (ms){note}", title=title)
     key_above(axes, _key(colors), columns=6)
@@ -126,15 +118,6 @@ def _events(given: Any) -> list[TraceEvent]:
     return events
 
 
-def _window(given: Any, length: float) -> tuple[float, float]:
-    if given is None:
-        return (0.0, length if length > 0 else 1e-3)
-    start, end = given
-    if not -math.inf < start < end < math.inf:
-        raise ValueError(f"window_ms must be (start, end) in ms with start before end, got {given!r}.")
-    return start, end
-
-
 def _nest(events: list[TraceEvent]) -> list[_Bar]:
     """Return the bars with their depths: an event that starts inside another event of its lane is one level deeper."""
     bars: list[_Bar] = []
@@ -152,15 +135,14 @@ def _nest(events: list[TraceEvent]) -> list[_Bar]:
     return bars
 
 
-def _busy(bars: list[_Bar], lane: str, window: tuple[float, float]) -> float:
-    """Return the share of the window in which the lane has an event; an annotation is a name and does not count."""
-    total, until = 0.0, window[0]
-    for bar in sorted(bars, key=lambda bar: bar.start):
+def _busy(bars: list[_Bar], lane: str, length: float) -> float:
+    """Return the share of the time in which the lane has an event; an annotation is a name and does not count."""
+    total = until = 0.0
+    for bar in bars:  # in order of their start
         if bar.lane == lane and "annotation" not in bar.category:
-            end = min(bar.end, window[1])
-            total += max(0.0, end - max(bar.start, until))
-            until = max(until, end)
-    return total / (window[1] - window[0])
+            total += max(0.0, bar.end - max(bar.start, until))
+            until = max(until, bar.end)
+    return total / length
 
 
 def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, str]) -> None:
