@@ -131,6 +131,16 @@ def _holds(boxes: np.ndarray, points: np.ndarray, gap: float) -> np.ndarray:
     return _overlaps(boxes, np.hstack([points, points]), gap)
 
 
+def _sample(lines: list[np.ndarray], step: float) -> np.ndarray:
+    """Return points along every line, `step` pixels apart."""
+    points = [np.empty((0, 2))]
+    for line in lines:
+        for a, b in itertools.pairwise(line):
+            count = int(min(400, max(2, math.dist(a, b) / step)))
+            points.append(a + (b - a) * np.linspace(0, 1, count)[:, None])
+    return np.vstack(points)
+
+
 class LabelLayer(Artist):
     """Keeps labels from overlapping each other and other texts, and away from markers and lines where possible."""
 
@@ -139,8 +149,6 @@ class LabelLayer(Artist):
         super().__init__()
         self._ax = ax
         self._labels: list[Label] = []
-        self._markers: list[tuple[float, float]] = []
-        self._lines: list[np.ndarray] = []
         self._numbered: list[str] | None = [] if list_columns(names) else None
         self._solved_for: tuple | None = None
         self._leaders = LineCollection([], colors=HAIR, linewidths=0.7, transform=IdentityTransform(), zorder=2.5)
@@ -208,14 +216,6 @@ class LabelLayer(Artist):
         artist = self._text(text, INK, SMALL, ha="center", rotation_mode="anchor", transform_rotates_text=True, **font)
         artist.set(position=xy, rotation=math.degrees(math.atan2(*xy[::-1])), transform=self._ax.transData + above)
 
-    def avoid_point(self, x: float, y: float) -> None:
-        """Keep texts away from a marker at this data point."""
-        self._markers.append((x, y))
-
-    def avoid_line(self, x: Any, y: Any) -> None:
-        """Keep texts away from a line through these data points."""
-        self._lines.append(np.column_stack([np.asarray(x, float), np.asarray(y, float)]))
-
     def draw(self, renderer: Any) -> None:
         """Place the labels for this renderer; they draw themselves afterwards."""
         ax = self._ax
@@ -251,14 +251,16 @@ class LabelLayer(Artist):
     def _solve(self, renderer: Any, corner: np.ndarray, point: float) -> None:
         """Place all texts; `point` is a typographic point in pixels."""
         ax = self._ax
-        markers = np.array([ax.transData.transform(p) for p in self._markers]).reshape(-1, 2) - corner
+        lines = [(line, ax.transData.transform(line.get_xydata()) - corner) for line in ax.lines]
+        lines = [(line, pixels[np.isfinite(pixels).all(axis=1)]) for line, pixels in lines]
+        markers = np.vstack([pixels for line, pixels in lines if line.get_marker() != "None"] or [np.empty((0, 2))])
         own_texts = {id(label.text) for label in self._labels}
         fixed = [t for t in ax.texts if id(t) not in own_texts and t.get_visible() and t.get_text()]
         if ax.get_legend() is not None:
             fixed.append(ax.get_legend())
         texts = [t.get_window_extent(renderer).extents - np.tile(corner, 2) for t in fixed]
         boxes = np.hstack([markers - 4 * point, markers + 4 * point])
-        points = self._sample(corner, step=4 * point)
+        points = _sample([pixels for line, pixels in lines if line.get_linestyle() != "None"], step=4 * point)
         obstacles, left_out = Obstacles((ax.bbox.width, ax.bbox.height), texts, boxes, points), []
         for label in self._labels:
             label.box = label.line = None
@@ -274,13 +276,3 @@ class LabelLayer(Artist):
             "Draw fewer points, or pass the Axes of a larger figure as ax=.",
             stacklevel=2,
         )
-
-    def _sample(self, corner: np.ndarray, step: float) -> np.ndarray:
-        """Return points along every line to avoid, `step` pixels apart."""
-        points = [np.empty((0, 2))]
-        for line in self._lines:
-            pixels = self._ax.transData.transform(line) - corner
-            for a, b in itertools.pairwise(pixels):
-                count = int(min(400, max(2, math.dist(a, b) / step)))
-                points.append(a + (b - a) * np.linspace(0, 1, count)[:, None])
-        return np.vstack(points)
