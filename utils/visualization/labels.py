@@ -56,7 +56,7 @@ class Obstacles:
     frame: tuple[float, float]  # width and height of the axes
     texts: list[np.ndarray]  # boxes
     markers: np.ndarray  # (M, 4) boxes
-    points: np.ndarray  # (P, 2) points along lines and leader lines
+    points: np.ndarray  # (P, 2) points along lines
     leaders: list[np.ndarray] = field(default_factory=list)  # points along each
 
 
