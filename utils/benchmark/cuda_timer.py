@@ -9,7 +9,7 @@ than under steady work (a bf16 matmul of 4096 on an H200: 175 us with rests, 182
 
 A pair of events measures up to 1 us more than its kernel where many launches wait behind it. Cold matmuls on an H200, in bursts
 of 60: 27.5 and 9.4 us, but 26.8 and 8.7 us for the last three of each burst, and in bursts of one and of three. With a warm
-cache, calls that short share a pair of events; with a cold one each is a burst of its own. (Bursts of three, too, have samples
+cache, calls that short share a pair of events; with a cold one each ends a burst. (Bursts of three, too, have samples
 of two kinds: a matmul of 8.5 us seemed to be 0.96 times as fast as itself.)
 
 A function that waits for the GPU cannot be queued. Its samples are timed as they are issued, and a note says so. A
@@ -34,6 +34,7 @@ MAX_GPU_CALLS = 200  # calls in one sample
 BURST_ISSUE_MS = 3.0  # a stream takes about 1000 launches before the CPU has to wait: stay well below
 MAX_SPIN_MS = 50.0
 WORK_MS = 1.0  # of a call's work that is queued as one piece
+LONGEST_BURST = 100  # samples
 BURST_TRIES = 4
 MIN_MARGIN, MAX_MARGIN = 1.5, 100.0  # the spin allows this many times the issue time that the warm-up measured
 SURE_OF_GPU = 0.8  # share of a run's shortest time for which the GPU is assumed to be busy with that run
@@ -154,17 +155,16 @@ class CudaTimer(CpuTimer):
     def _burst_length(self, sequence: Sequence[Call], runs: int | None) -> int:
         """Number of samples to queue as one burst: as many as fit in BURST_ISSUE_MS, at least one.
 
-        Calls that wait for the GPU and calls that do not are never in the same burst. With a cold cache, a short call is
-        queued alone: the launches that wait behind a pair of events would count with it.
+        Calls that wait for the GPU and calls that do not are never in the same burst. With a cold cache, a short call
+        ends its burst: the launches that wait behind a pair of events would count with it.
         """
-        if self.flush_bytes and min(call.gpu_ms or call.run_ms or 0.0 for call in sequence) <= GPU_SHORT_MS:
-            return 1
-        total = 0.0
+        total, ends = 0.0, False
         for length, call in enumerate(sequence):
             total += self._issue_ms(call, runs)
             mixed = call is not sequence[0] and (self.separate or call.queueable != sequence[0].queueable)
-            if length and (total > BURST_ISSUE_MS or mixed):
+            if length and (total > BURST_ISSUE_MS or mixed or ends):
                 return length
+            ends = self.cold and (call.gpu_ms or call.run_ms or 0.0) <= GPU_SHORT_MS
         return len(sequence)
 
     def _spin_ms(self, burst: Sequence[Call], runs: int | None) -> float:
@@ -202,7 +202,7 @@ class CudaTimer(CpuTimer):
         times_ms: list[float] = []
         with torch.cuda.device(self.device), collector_paused():
             while len(times_ms) < len(sequence):
-                rest = sequence[len(times_ms) :]
+                rest = sequence[len(times_ms) : len(times_ms) + LONGEST_BURST]
                 burst = rest[: self._burst_length(rest, runs)]
                 burst_ms, ahead = self._burst(burst, runs, phase)
                 tries = 1
