@@ -267,14 +267,19 @@ def summarize_trace(trace, *, top: int | None = None, dataframe: bool = False):
     return table
 
 
+def busy_us(events: Sequence[TraceEvent]) -> float:
+    """Return how long at least one of the events ran: they may overlap, and come in order of their start."""
+    busy, end = 0.0, float("-inf")
+    for event in events:
+        busy += max(0.0, event.end_us - max(end, event.start_us))
+        end = max(end, event.end_us)
+    return busy
+
+
 def gpu_idle_share(trace) -> float:
     """Return the share of the time from the first to the last kernel in which no GPU worked; kernels may overlap."""
     work = [event for event in read_trace(trace) if event.on_gpu]
     if not work:
         raise ValueError("the trace holds no GPU kernels, so there are no gaps between them: profile on a GPU.")
-    busy, end = 0.0, work[0].start_us
-    for event in work:
-        busy += max(0.0, event.end_us - max(end, event.start_us))
-        end = max(end, event.end_us)
-    span = end - work[0].start_us
-    return 1.0 - busy / span if span else 0.0
+    span = max(event.end_us for event in work) - work[0].start_us
+    return 1.0 - busy_us(work) / span if span else 0.0

@@ -73,7 +73,10 @@ def plot_timeline(
         (Figure, Axes).
     """
     whole_number("max_depth", max_depth)
-    nested = _nest(_events(events_or_trace))
+    from utils.benchmark.profiling import busy_us
+
+    events = _events(events_or_trace)
+    nested = _nest(events)
     length = max(bar.end for bar in nested) or 1e-3
     bars = [bar for bar in nested if bar.depth < max_depth]
     lanes: dict[str, int] = {}  # levels of each lane, in order of first event
@@ -88,7 +91,9 @@ def plot_timeline(
     axes.set_xlim(0.0, length)
     axes.set_ylim(rows - 0.3, -0.6)
     colors = {bar.category: _COLORS.get(bar.category, _COLORS["other"]) for bar in bars}
-    labels = [f"{lane}\n{100 * _busy(nested, lane, length):.0f}% busy" for lane in lanes]
+    # An annotation is a name, and no work.
+    work = {lane: [e for e in events if e.lane == lane and "annotation" not in e.category] for lane in lanes}
+    labels = [f"{lane}\n{busy_us(work[lane]) / length / 10:.0f}% busy" for lane in lanes]
     axes.set_yticks([tops[lane] + depth / 2 - 0.5 for lane, depth in lanes.items()], labels=labels, fontsize=8.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
@@ -102,7 +107,7 @@ def plot_timeline(
 
 
 def _events(given: Any) -> list[TraceEvent]:
-    """Return the events, read from a trace file or a profile if that was given."""
+    """Return the events by their start, read from a trace file or a profile if that was given."""
     from utils.benchmark.profiling import TraceEvent, read_trace
 
     if isinstance(given, str | PathLike) or hasattr(given, "key_averages"):
@@ -114,14 +119,13 @@ def _events(given: Any) -> list[TraceEvent]:
     events = [TraceEvent(**event) if isinstance(event, Mapping) else event for event in given]
     if not events:
         raise ValueError("events_or_trace holds no events: nothing was recorded while the profiler was active.")
-    return events
+    return sorted(events, key=lambda event: (event.start_us, -event.duration_us))
 
 
 def _nest(events: list[TraceEvent]) -> list[_Bar]:
     """Return the bars with their depths: an event that starts inside another event of its lane is one level deeper."""
     bars: list[_Bar] = []
     stacks: dict[str, list[float]] = {}  # of each lane: when the last bar of each level ends
-    events = sorted(events, key=lambda event: (event.start_us, -event.duration_us))
     for event in events:
         start, end = ((at - events[0].start_us) / 1e3 for at in (event.start_us, event.end_us))
         stack = stacks.setdefault(event.lane, [])
@@ -132,16 +136,6 @@ def _nest(events: list[TraceEvent]) -> list[_Bar]:
         stack[depth:] = [end]
         bars.append(_Bar(event.name, event.category, start, end, event.lane, depth))
     return bars
-
-
-def _busy(bars: list[_Bar], lane: str, length: float) -> float:
-    """Return the share of the time in which the lane has an event; an annotation is a name and does not count."""
-    total = until = 0.0
-    for bar in bars:  # in order of their start
-        if bar.lane == lane and "annotation" not in bar.category:
-            total += max(0.0, bar.end - max(bar.start, until))
-            until = max(until, bar.end)
-    return total / length
 
 
 def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, str]) -> None:
