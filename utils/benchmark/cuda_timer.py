@@ -9,8 +9,9 @@ than under steady work (a bf16 matmul of 4096 on an H200: 175 us with rests, 182
 
 A pair of events measures up to 1 us more than its kernel where many launches wait behind it. Cold matmuls on an H200, in bursts
 of 60: 27.5 and 9.4 us, but 26.8 and 8.7 us for the last three of each burst, and in bursts of one and of three. With a warm
-cache, calls that short share a pair of events; with a cold one each ends a burst. (Bursts of three, too, have samples
-of two kinds: a matmul of 8.5 us seemed to be 0.96 times as fast as itself.)
+cache, calls that short share a pair of events. Functions that take turns stay in long bursts all the same, where the microsecond
+is the same for both: in bursts of one and of three, a cold matmul of 8.5 us was 0.93 to 1.09 times as fast as itself, because
+the pairs of events of neighbouring bursts do not read alike.
 
 A function that waits for the GPU cannot be queued. Its samples are timed as they are issued, and a note says so. A
 function that takes turns with it is still queued, in bursts of its own.
@@ -155,16 +156,14 @@ class CudaTimer(CpuTimer):
     def _burst_length(self, sequence: Sequence[Call], runs: int | None) -> int:
         """Number of samples to queue as one burst: as many as fit in BURST_ISSUE_MS, at least one.
 
-        Calls that wait for the GPU and calls that do not are never in the same burst. With a cold cache, a short call
-        ends its burst: the launches that wait behind a pair of events would count with it.
+        Calls that wait for the GPU and calls that do not are never in the same burst.
         """
-        total, ends = 0.0, False
+        total = 0.0
         for length, call in enumerate(sequence):
             total += self._issue_ms(call, runs)
             mixed = call is not sequence[0] and (self.separate or call.queueable != sequence[0].queueable)
-            if length and (total > BURST_ISSUE_MS or mixed or ends):
+            if length and (total > BURST_ISSUE_MS or mixed):
                 return length
-            ends = self.cold and (call.gpu_ms or call.run_ms or 0.0) <= GPU_SHORT_MS
         return len(sequence)
 
     def _spin_ms(self, burst: Sequence[Call], runs: int | None) -> float:

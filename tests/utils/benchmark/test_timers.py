@@ -178,22 +178,6 @@ def test_the_flush_is_outside_of_the_timed_region(stream, monkeypatch):
     assert stream.done - before > 10 * (0.030 + 0.070)  # it did run
 
 
-@pytest.mark.parametrize(
-    ("cold", "duration", "alone"), [(True, 0.030, True), (True, 0.300, False), (False, 0.030, False)]
-)
-def test_short_samples_with_a_cold_cache_have_no_launches_behind_them(stream, monkeypatch, cold, duration, alone):
-    """A pair of events measures up to 1 us more where many launches wait, which `measure` and `compare` must share."""
-    timer = gpu_timer(stream, monkeypatch, cold)
-    calls = [kernel(stream, duration), kernel(stream, duration)]
-    for call in calls:
-        timer.warm_up(call, 10, None)
-    lengths = []
-    queue = timer._burst
-    monkeypatch.setattr(timer, "_burst", lambda burst, *rest: lengths.append(len(burst)) or queue(burst, *rest))
-    timer.sample([*calls, *reversed(calls)] * 25)
-    assert sum(lengths) == 100 and (max(lengths) == 1 if alone else max(lengths) > 20)
-
-
 def test_the_floor_is_an_empty_kernel_sampled_alike(stream):
     timer, call = gpu_timer(stream), kernel(stream, 0.005)
     timer.warm_up(call, 10, None)
