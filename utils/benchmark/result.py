@@ -68,6 +68,7 @@ class Measurement:
         for name, words in (
             ("outliers", "far above the others (outliers)"),
             ("throttled", "taken while the GPU's clocks were held back"),
+            ("discarded", "left out, with the samples of the same rounds"),
         ):
             if count := method.get(name):
                 found.append(f"{count} sample{'s' * (count > 1)} {words}")

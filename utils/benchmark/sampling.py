@@ -32,6 +32,8 @@ STEADY_HALF_WIDTH = 0.01
 MOVING_POWER = 0.65
 FLOOR_MARGIN = 1.1  # a time within 10% of an empty call's cannot be distinguished from it
 
+DISCARDS = ("outliers", "throttled")
+
 Samples = list[list[float]]  # ms; one list for each function
 
 
@@ -57,6 +59,8 @@ class Timing:
         roofs: a `Roofs`, such as `machine_roofs()`; a measured roof that a result exceeds is measured again.
         dtype: "fp16", "bf16", "fp32", "tf32" or "fp8": the peak among the roofs. Default: the dtype of the tensors.
         floor: also time an empty call, and mark a result that is as short as an empty call.
+        discard: leave out "outliers" (see `intervals.outliers`), samples that were "throttled" (taken while the GPU's clocks
+            were held back), or both; the result says how many. They are counted in any case.
     """
 
     device: Any = None
@@ -72,6 +76,7 @@ class Timing:
     roofs: Any = None
     dtype: Any = None
     floor: bool = True
+    discard: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         whole_number("warmup", self.warmup, 0)
@@ -92,6 +97,8 @@ class Timing:
         for name, value in (("flops", self.flops), ("bytes", self.bytes)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is the count of one call, above 0, got {value!r}; None leaves it out.")
+        if isinstance(self.discard, str) or not set(self.discard) <= set(DISCARDS):
+            raise ValueError(f"discard is {self.discard!r}; it is a list of {' and '.join(map(repr, DISCARDS))}.")
 
     @property
     def cold(self) -> bool:
@@ -161,12 +168,13 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
         spread = None
         if alone and isinstance(timer, CudaTimer) and timing.iterations >= stats.BLOCKS:
             spread = Spread(timer, prepared[0], timing)
-        samples, stopped = _collect(timer, prepared, turns, timing, budget, spread)
+        samples, throttled, stopped = _collect(timer, prepared, turns, timing, budget, spread)
+        samples, doubtful = leave_out(samples, throttled, timing.discard)
         gpu_after = gpu_state(timing.device) if timing.on_gpu else None
         floors = [timer.floor_ms(call) if timing.floor else None for call in prepared]
     seconds = budget.used_s()
     measurements = []
-    for call, done, times, floor_ms in zip(prepared, warmed_up, samples, floors, strict=True):
+    for call, done, times, floor_ms, counted in zip(prepared, warmed_up, samples, floors, doubtful, strict=True):
         notes = [*timer.notes, *call.notes]
         if done < timing.warmup:
             notes.append(f"the time budget cut the warm-up to {done} of {timing.warmup} calls")
@@ -190,8 +198,7 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
             "floor_ms": floor_ms,
             "below_floor": None if floor_ms is None else median_ms <= FLOOR_MARGIN * floor_ms,
             "seconds": seconds,
-            "outliers": len(stats.outliers(times)),
-            "throttled": None if spread is None else spread.throttled,
+            **counted,
             "gpu_before": gpu_before,
             "gpu_after": gpu_after,
             "notes": notes,
@@ -199,6 +206,22 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
         facts = environment(timing.device)
         measurements.append(Measurement(tuple(times), (low, high), call.label, method=method, environment=facts))
     return measurements
+
+
+def leave_out(samples: Samples, throttled: Sequence[bool], discard: Sequence[str]) -> tuple[Samples, list[dict]]:
+    """Leave the rounds out that `discard` names; return the samples, and of each function what was counted.
+
+    A round is left out for all functions, so that pairs stay pairs. If fewer than half of the rounds would stay, they are
+    not the exception, and all of them are kept.
+    """
+    far, slow = [stats.outliers(times) for times in samples], [i for i, held in enumerate(throttled) if held]
+    rounds = {"outliers": {i for indices in far for i in indices}, "throttled": set(slow)}
+    dropped = {i for name in discard for i in rounds[name]}
+    if len(dropped) > len(samples[0]) // 2:
+        dropped = set()
+    kept = [[ms for i, ms in enumerate(times) if i not in dropped] for times in samples]
+    shared = {"throttled": len(slow), "discarded": len(dropped)}
+    return kept, [{"outliers": len(indices)} | shared for indices in far]
 
 
 def held_back(state: dict) -> bool:
@@ -223,8 +246,7 @@ class Spread:
     def __init__(self, timer: CudaTimer, call: Call, timing: Timing):
         self.timer, self.call, self.timing = timer, call, timing
         self.moving = False  # whether the clocks moved at any time
-        self.held_back = False  # whether they were held back when they were last read
-        self.throttled = 0  # samples since then, in all
+        self.throttled = False  # whether they were held back when they were last read
         self.taken = 0
         self.last = time.perf_counter()
 
@@ -233,7 +255,7 @@ class Spread:
         timing, call = self.timing, self.call
         if self.taken % max(1, timing.iterations // stats.BLOCKS) == 0:
             state = gpu_state(timing.device)
-            self.moving, self.held_back = self.moving or clocks_move(state), held_back(state)
+            self.moving, self.throttled = self.moving or clocks_move(state), held_back(state)
         step_s = 0.0
         if self.taken < timing.iterations:
             seconds = MOVING_S if self.moving else STEADY_S
@@ -248,7 +270,6 @@ class Spread:
         sample_ms = self.timer.sample([call] * BURST)[-1]
         self.last = time.perf_counter()
         self.taken += 1
-        self.throttled += self.held_back
         return sample_ms
 
 
@@ -259,20 +280,35 @@ def _collect(
     timing: Timing,
     budget: Budget,
     spread: Spread | None,
-) -> tuple[Samples, str]:
-    """Take samples of all calls until they are enough or out of time; return them, and why it ended."""
+) -> tuple[Samples, list[bool], str]:
+    """Take samples of all calls until they are enough or out of time.
+
+    Returns:
+        The samples, whether the GPU's clocks were held back in each round, and why it ended.
+    """
     samples: Samples = [[] for _ in calls]
+    throttled: list[bool] = []
     round_s = None  # wall time of one sample of each call, flush and synchronization included
     while (taken := len(samples[0])) < timing.iterations:
         rounds = budget.affordable(timing.iterations - taken, taken, round_s, calls)
         if rounds == 0:
-            return samples, f"time budget of {budget.seconds:g} s used after {taken} of {timing.iterations} samples"
+            return (
+                samples,
+                throttled,
+                f"time budget of {budget.seconds:g} s used after {taken} of {timing.iterations} samples",
+            )
         begin = time.perf_counter()
         if spread is not None:
-            samples[0] += [spread.sample() for _ in range(rounds)]
+            for _ in range(rounds):
+                samples[0].append(spread.sample())
+                throttled.append(spread.throttled)
         else:
+            clocks_matter = timing.on_gpu and "throttled" in timing.discard
+            if clocks_matter:  # they are read after each tenth of the rounds
+                rounds = min(rounds, max(1, timing.iterations // stats.BLOCKS))
             order = [index for turn in itertools.islice(turns, rounds) for index in turn]
             for index, ms in zip(order, timer.sample([calls[index] for index in order]), strict=True):
                 samples[index].append(ms)
+            throttled += [clocks_matter and held_back(gpu_state(timing.device))] * rounds
         round_s = max((time.perf_counter() - begin) / rounds, 1e-9)
-    return samples, f"all {timing.iterations} iterations done"
+    return samples, throttled, f"all {timing.iterations} iterations done"

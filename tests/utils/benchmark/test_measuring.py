@@ -290,14 +290,10 @@ def test_whether_the_clocks_move(state, moves):
 
 
 @pytest.mark.parametrize(
-    ("state", "budget_s", "seconds", "throttled"),
-    [
-        (STEADY, None, 0.5, False),
-        (STEADY | {"sm_clock_mhz": 1700}, None, 2.0, False),
-        (STEADY | {"throttle_reasons": ["software power cap"]}, 1.0, 0.25, True),
-    ],
+    ("state", "budget_s", "seconds"),
+    [(STEADY, None, 0.5), (STEADY | {"sm_clock_mhz": 1700}, None, 2.0), (STEADY | {"sm_clock_mhz": 1700}, 1.0, 0.25)],
 )
-def test_a_measurement_is_spread_over_time_with_the_gpu_at_work(monkeypatch, state, budget_s, seconds, throttled):
+def test_a_measurement_is_spread_over_time_with_the_gpu_at_work(monkeypatch, state, budget_s, seconds):
     clock = [0.0]
     monkeypatch.setattr(sampling, "gpu_state", lambda device: state)
     monkeypatch.setattr(sampling.time, "perf_counter", lambda: clock[0])
@@ -307,21 +303,40 @@ def test_a_measurement_is_spread_over_time_with_the_gpu_at_work(monkeypatch, sta
     timer, call = PacedTimer(clock), Call(busy, (), {}, "busy")
     call.run_ms = 1.0
     spread = sampling.Spread(timer, call, timing)
-    (taken,), stopped = sampling._collect(timer, [call], None, timing, sampling.Budget(budget_s), spread)
-    assert (len(taken), spread.throttled, stopped) == (20, 20 * throttled, "all 20 iterations done")
+    (taken,), throttled, stopped = sampling._collect(timer, [call], None, timing, sampling.Budget(budget_s), spread)
+    assert (len(taken), len(throttled), stopped) == (20, 20, "all 20 iterations done")
     assert clock[0] == pytest.approx(timer.busy) == pytest.approx(seconds, abs=0.05)  # the GPU never rests
     assert max(b - a for a, b in itertools.pairwise([0.0, *taken])) <= 1e3 * seconds / 20 * 2  # evenly spread
 
 
-def test_far_samples_are_named(monkeypatch):
+def test_a_far_sample_is_named_and_left_out_where_that_is_asked_for(monkeypatch):
     turns = itertools.count()
 
     def sample(self, sequence, runs=None, phase="timed"):
         return [30.0 if next(turns) % 13 == 7 else 1.0 for _ in sequence]
 
     monkeypatch.setattr(sampling.CpuTimer, "sample", sample)
-    named = measure(busy, 0.1, warmup=0, iterations=39, calls_per_sample=1, floor=False)
+    options = {"warmup": 0, "iterations": 39, "calls_per_sample": 1, "floor": False}
+    named = measure(busy, 0.1, **options)
     assert named.method["outliers"] == 3 and len(named.samples_ms) == 39 and "far above the others" in repr(named)
+    kept = measure(busy, 0.1, **options, discard=["outliers"])
+    assert kept.max_ms == 1.0 and kept.method["discarded"] == 3 and len(kept.samples_ms) == 36
+    with pytest.raises(ValueError, match="discard is 'outliers'"):
+        measure(busy, 0.1, discard="outliers")
+
+
+@pytest.mark.parametrize(
+    ("samples", "throttled", "discard", "left"),
+    [
+        ([[1.0] * 20 + [9.0], [2.0] * 21], [], ["outliers"], 20),  # the pair goes with its outlier
+        ([[1.0] * 20], [True] * 4 + [False] * 16, ["throttled"], 16),
+        ([[1.0] * 20], [True] * 4 + [False] * 16, [], 20),
+        ([[1.0] * 20], [True] * 20, ["throttled"], 20),  # all of them: they are no exception
+    ],
+)
+def test_what_is_left_out(samples, throttled, discard, left):
+    kept, counts = sampling.leave_out(samples, throttled, discard)
+    assert {len(times) for times in kept} == {left} and counts[0]["throttled"] == sum(throttled)
 
 
 def test_a_result_above_a_measured_roof_has_it_measured_again(monkeypatch):
