@@ -7,8 +7,8 @@ FP32 accumulation, which torch uses.
 
 from __future__ import annotations
 
-import copy
 import functools
+from typing import Any
 
 from utils.validation import did_you_mean
 
@@ -125,16 +125,6 @@ def gpu_spec(gpu_name: str) -> dict:
     return GPU_SPECS[gpu_name]
 
 
-def peak_tflops(gpu_name: str, dtype="fp16") -> float:
-    """Return the dense peak of a GPU in TFLOP/s for one dtype; it is an error if the part has no unit for it."""
-    name = dtype_name(dtype)
-    peak = gpu_spec(gpu_name)[f"{name}_tflops"]
-    if peak is None:
-        has = ", ".join(known for known in DTYPES if GPU_SPECS[gpu_name][f"{known}_tflops"] is not None)
-        raise ValueError(f"The {GPU_SPECS[gpu_name]['full_name']} has no {name} unit; choose one of {has}.")
-    return peak
-
-
 def get_ridge_point(gpu_name: str, dtype: str = "fp16") -> float:
     """Ridge point in FLOPs/Byte: below it an operation is memory-bound, above it compute-bound.
 
@@ -145,7 +135,12 @@ def get_ridge_point(gpu_name: str, dtype: str = "fp16") -> float:
         dtype: "fp16", "bf16", "fp32", "tf32", "fp8" or a torch.dtype, the dtype of the operands: an fp32 peak over bf16
             bytes gives a ridge that no kernel has.
     """
-    return peak_tflops(gpu_name, dtype) / gpu_spec(gpu_name)["memory_bandwidth_tb_s"]
+    spec, name = gpu_spec(gpu_name), dtype_name(dtype)
+    peak = spec[f"{name}_tflops"]
+    if peak is None:
+        has = ", ".join(known for known in DTYPES if spec[f"{known}_tflops"] is not None)
+        raise ValueError(f"The {spec['full_name']} has no {name} unit; choose one of {has}.")
+    return peak / spec["memory_bandwidth_tb_s"]
 
 
 @functools.cache
@@ -181,41 +176,27 @@ class Gemma3TextConfig:
     in whatever way, the object becomes a full instance of transformers' class.
     """
 
-    def _become_real(self):
-        real = _gemma_config()
-        object.__setattr__(self, "__dict__", real.__dict__)
-        object.__setattr__(self, "__class__", type(real))
-        return self
-
     def __getattribute__(self, name: str):
-        if name == "_become_real":
-            return object.__getattribute__(self, name)
-        if name == "__class__":  # read by isinstance()
+        if name == "__class__":  # isinstance() reads it, and compares it with the type that the object had before
             return type(_gemma_config())
-        return getattr(self._become_real(), name)
-
-    def __setattr__(self, name: str, value) -> None:
-        setattr(self._become_real(), name, value)
-
-    def __dir__(self):
-        return dir(self._become_real())
-
-    def __repr__(self) -> str:
-        return repr(self._become_real())
-
-    def __eq__(self, other) -> bool:
-        return self._become_real() == other
+        return getattr(_become_real(self), name)
 
     __hash__ = None  # type: ignore[assignment]  # as transformers' class, if that can be compared
 
-    def __copy__(self):
-        return copy.copy(self._become_real())
 
-    def __deepcopy__(self, memo: dict):
-        return copy.deepcopy(self._become_real(), memo)
-
-    def __reduce_ex__(self, protocol):
-        return self._become_real().__reduce_ex__(protocol)
+def _become_real(config):
+    real = _gemma_config()
+    object.__setattr__(config, "__dict__", real.__dict__)
+    object.__setattr__(config, "__class__", type(real))
+    return config
 
 
-GEMMA_CONFIG = object.__new__(Gemma3TextConfig)
+def _first_use(name: str):
+    """Return a special method, which Python looks up in the class without asking the object."""
+    return lambda self, *arguments: getattr(_become_real(self), name)(*arguments)
+
+
+for _name in ("__setattr__", "__dir__", "__repr__", "__eq__", "__reduce_ex__"):
+    setattr(Gemma3TextConfig, _name, _first_use(_name))
+
+GEMMA_CONFIG: Any = object.__new__(Gemma3TextConfig)

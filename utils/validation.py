@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -66,20 +64,3 @@ def check_callable(caller: str, fn: object) -> None:
             f"{caller}() takes a function: fn must be callable, got {type(fn).__name__}. "
             f"Pass fn and its arguments separately: {caller}(fn, x), not {caller}(fn(x))."
         )
-
-
-def suggest_keywords(function: Callable) -> Callable:
-    """Decorate a function so that an unknown keyword is answered with the nearest one and with all of them.
-
-    Python suggests the nearest itself from 3.13 on.
-    """
-    names = tuple(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        for name in kwargs.keys() - set(names):
-            hint = f"{did_you_mean(name, names)} Its arguments are {', '.join(names)}."
-            raise TypeError(f"{function.__name__}() has no argument {name!r}.{hint}")
-        return function(*args, **kwargs)
-
-    return wrapper

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from utils.validation import check_callable, floating_dtype, suggest_keywords, whole_number, whole_numbers
+from utils.validation import check_callable, floating_dtype, whole_number, whole_numbers
 
 
 def test_a_whole_number_is_returned():
@@ -24,18 +24,6 @@ def test_a_result_in_place_of_a_function_is_an_error():
         TypeError, match=r"measure\(\) takes a function.*got int.*measure\(fn, x\), not measure\(fn\(x\)\)"
     ):
         check_callable("measure", 3)
-
-
-def test_a_misspelt_keyword_is_answered_with_the_nearest():
-    @suggest_keywords
-    def run(batch_size, length=1):
-        return batch_size * length
-
-    assert run(2, length=3) == run(batch_size=6)
-    with pytest.raises(
-        TypeError, match=r"run\(\) has no argument 'batchsize'\. Did you mean batch_size\? Its arguments are"
-    ):
-        run(batchsize=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn, torch.bool, "float32", int, 1, float("nan")])

@@ -159,14 +159,16 @@ def roofline() -> Figure:
 def decode() -> Figure:
     """One decode step of a Gemma-3 layer over the batch: measured, and the three roofs above it."""
     from utils.config import GEMMA_CONFIG, GPU_SPECS
-    from utils.model.costs import decoder_layer
 
-    lab1, spec, past = record("lab1"), GPU_SPECS["H200"], 2048
+    shape, lab1, spec, past = GEMMA_CONFIG, record("lab1"), GPU_SPECS["H200"], 2048
     eager = {row["batch"]: row["cached_ms"] for row in lab1["tables"]["decoder_layer"] if row["length"] == past}
     decode = [row for row in lab1["tables"]["cuda_graphs"] if row["phase"].startswith("decode")]
     graphs = {row["batch"]: row["graph_ms"] for row in decode}
     batches = [2**i for i in range(6)]
-    cost = {batch: sum(decoder_layer(GEMMA_CONFIG, batch, 1, past=past).values()) for batch in batches}
+    heads, kv_heads, keys = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim * (past + 1)
+    weights = shape.hidden_size * (2 * shape.head_dim * (heads + kv_heads) + 3 * shape.intermediate_size)
+    moved = [2 * (weights + 2 * b * kv_heads * keys) for b in batches]  # bytes in bf16: each weight, key and value once
+    flops = [2 * b * weights + 4 * b * heads * keys for b in batches]
     figure, (ax,) = open_axes(None, (WIDE, 3.9))
     ax.set_xscale("log", base=2)
     ax.set_xticks(batches, [str(batch) for batch in batches])
@@ -178,15 +180,12 @@ def decode() -> Figure:
     ):
         ax.plot(list(values), list(values.values()), **look.line, markersize=7)
         ax.text(1.05, values[1] * 1.22, name, color=INK, fontsize=TEXT)
-    for values, name in (
-        (
-            {b: c.bytes / spec["memory_bandwidth_tb_s"] / 1e9 for b, c in cost.items()},
-            "limit of memory: bytes / 4.8 TB/s",
-        ),
-        ({b: c.flops / spec["bf16_tflops"] / 1e9 for b, c in cost.items()}, "limit of arithmetic: FLOPs / 989 TFLOP/s"),
+    for work, rate, name in (
+        (moved, spec["memory_bandwidth_tb_s"], "limit of memory: bytes / 4.8 TB/s"),
+        (flops, spec["bf16_tflops"], "limit of arithmetic: FLOPs / 989 TFLOP/s"),
     ):
-        ax.plot(list(values), list(values.values()), color=INK, linewidth=1.4)
-        ax.text(batches[2], values[batches[2]] * 0.5, name, color=SOFT, fontsize=TEXT, va="top")
+        ax.plot(batches, [count / rate / 1e9 for count in work], color=INK, linewidth=1.4)
+        ax.text(batches[2], work[2] / rate / 1e9 * 0.5, name, color=SOFT, fontsize=TEXT, va="top")
     title = "Decode waits for the CPU (lab 1)"
     name_axes(ax, x="batch", y="ms for one token in one layer", title=title)
     return _signed(figure, f"{past} tokens in the cache; limits: datasheet; {source(lab1)}")

@@ -13,6 +13,7 @@ decode kernel of `utils/attention/gluon/decode`. Elsewhere the cache is gathered
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,6 @@ from utils.attention.reference import reference
 from utils.attention.sequences import check_tensor, clear_behind, mask_by_ends, read_lengths
 from utils.machine.device import Support
 from utils.newest import Newest
-from utils.validation import suggest_keywords
 
 BACKENDS = ("gluon", "sdpa")  # in the order in which "auto" tries them
 
@@ -33,7 +33,6 @@ BACKENDS = ("gluon", "sdpa")  # in the order in which "auto" tries them
 _decided: Newest[tuple, tuple[Run, Callable[..., torch.Tensor] | None]] = Newest(512)
 
 
-@suggest_keywords
 def attention_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -107,9 +106,9 @@ def _attention_decode_whole(
     backend: str,
 ) -> torch.Tensor:
     """`attention_decode` as one operator: torch.compile cannot trace how the backend is chosen, and need not."""
-    more = {"seqlens": seqlens, "block_table": block_table, "kv_scales": kv_scales}
-    options = {"causal": causal, "scale": scale, "window": window, "backend": backend}
-    return attention_decode(q, k_cache, v_cache, **more, **options).contiguous()
+    options: dict[str, Any] = {"seqlens": seqlens, "block_table": block_table, "kv_scales": kv_scales}
+    options |= {"causal": causal, "scale": scale, "window": window, "backend": backend}
+    return attention_decode(q, k_cache, v_cache, **options).contiguous()
 
 
 @_attention_decode_whole.register_fake

@@ -19,13 +19,11 @@ from utils import model
 from utils.attention.decode import attention_decode
 from utils.attention.gluon.decode.plan import refuse
 from utils.machine.device import gluon_support
-from utils.validation import suggest_keywords
 
 if TYPE_CHECKING:
     from transformers import StaticCache
 
 
-@suggest_keywords
 def decode_forward(  # noqa: D103 (its docstring is the model's, below)
     layer: torch.nn.Module,
     hidden_states: torch.Tensor,

@@ -70,9 +70,6 @@ def run(
     warmup: Annotated[int | None, typer.Option(help="Calls before the timing; default: the target's.")] = None,
     l2: Annotated[str, typer.Option(help="warm, or cold: the cache is flushed before every sample, untimed.")] = "warm",
     graph: Annotated[bool, typer.Option("--graph", help="Time CUDA graph replays; needs a GPU.")] = False,
-    target_interval: Annotated[
-        float | None, typer.Option(help="Sample on until the interval is plus or minus this share: 0.01 is 1%.")
-    ] = None,
     max_seconds: Annotated[
         float | None, typer.Option(help="Most seconds of each case's timing, warm-up included.")
     ] = None,
@@ -113,7 +110,7 @@ def run(
     words = sys.argv[sys.argv.index("bench") + 1 :] if "bench" in sys.argv else sys.argv[1:]
     names = [part for name in [*(targets or []), *(more or [])] for part in name.split(",") if part]
     given = {"l2": l2, "graph": graph, "warmup": warmup, "iterations": iterations, "max_seconds": max_seconds}
-    given |= {"target_interval": target_interval, "discard": tuple(discard.split(",")) if discard else None}
+    given["discard"] = tuple(discard.split(",")) if discard else None
     timing = {name: value for name, value in given.items() if value is not None}
     command = ["labs", "bench", *map(shlex.quote, words)]
     with errors_as_lines():

@@ -2,7 +2,7 @@
 
 A sample is the time of `calls_per_sample` calls, divided by that number. Each timer has the same four steps: `warm_up`,
 `calibrate` (how many calls make a sample long enough for the clock), `sample`, and `floor_ms` (the time of an empty
-call). `measure` decides how many samples there are.
+call). `sampling` decides how many samples there are.
 
 When two functions take turns, each finds the cache as the other left it. With a warm cache, a function of up to 1 ms is
 therefore called once, untimed, before a sample that follows a sample of the other function.
@@ -81,28 +81,59 @@ class Call:
         return elapsed
 
 
-class Timer:
-    """What both clocks share: warming up in growing chunks and finding the calls per sample."""
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector: the time of a collection inside a sample would count as the function's."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
-    clock = ""
-    cold = False  # the cache is flushed before every sample
-    shortest_sample_ms = 0.0
-    notes: list[str]
+
+def cpu_flush_bytes() -> int:
+    """Return the bytes to stream so that the last-level cache holds nothing else: twice its size."""
+    return max(2 * (last_level_cache_bytes() or 0), UNKNOWN_CACHE_FLUSH)
+
+
+class CpuTimer:
+    """Host time of calls by `time.perf_counter_ns`, with the garbage collector paused; the GPU's timer builds on it."""
+
+    clock = "time.perf_counter_ns"
     previous: Call | None = None  # the call that used the cache last
 
+    def __init__(self, cold: bool):
+        self.cold = cold  # the cache is flushed before every sample
+        self.flush_bytes = 0
+        self.notes: list[str] = []
+        readings = [time.perf_counter_ns() for _ in range(101)]
+        self.clock_ms = statistics.median(b - a for a, b in itertools.pairwise(readings)) / 1e6
+        self.shortest_sample_ms = CPU_SAMPLE_MS + self.clock_ms
+        if not cold:
+            return
+        if last_level_cache_bytes() is None:
+            self.notes.append("the size of the last-level cache is not known here: 64 MB are streamed to flush it")
+        self.flush_bytes = cpu_flush_bytes()
+        free = available_memory_bytes()
+        if self.flush_bytes > free // 2:
+            raise MemoryError(
+                f'l2="cold" streams {self.flush_bytes / 1e6:.0f} MB, twice the last-level cache, '
+                f'between samples, and only {free / 1e6:.0f} MB are free; free some or use l2="warm".'
+            )
+        self._buffer = torch.zeros(self.flush_bytes // 8, dtype=torch.int64)
+
     def prepare(
-        self, call: Call, warmup: int, calls_per_sample: int | None, graph: bool, deadline: float | None
+        self, call: Call, warmup: int, calls_per_sample: int | None, deadline: float | None
     ) -> tuple[Call, int]:
-        """Warm up, capture in a CUDA graph if asked, and set the calls per sample: None finds the number for this clock.
+        """Warm up and set the calls per sample: None finds the number for this clock.
 
         The preparation ends at the deadline, in `time.perf_counter` seconds. Return the call to time, and the number of
         warm-up calls that were made.
         """
-        done = self.warm_up(call, max(warmup, 1) if graph else warmup, deadline)
-        if graph:
-            call = self.capture(call, calls_per_sample)
-            self.warm_up(call, 2, deadline)
-        elif calls_per_sample is not None or self.cold:
+        done = self.warm_up(call, warmup, deadline)
+        if calls_per_sample is not None or self.cold:
             call.runs_per_sample = calls_per_sample or 1
         elif call.run_ms is None or call.run_ms <= CALIBRATE_BELOW_MS:
             self.calibrate(call, deadline)
@@ -151,75 +182,6 @@ class Timer:
 
     def max_runs(self, call: Call) -> int:
         """Return the most runs that one sample may hold."""
-        raise NotImplementedError
-
-    def capture(self, call: Call, calls_per_graph: int | None) -> Call:
-        """Capture the call in CUDA graphs; only the GPU's timer can."""
-        raise NotImplementedError
-
-    def sample(self, sequence: Sequence[Call], runs: int | None = None, phase: str = "timed") -> list[float]:
-        """Take one sample of each call in the sequence; return the ms of one call of the user's function."""
-        raise NotImplementedError
-
-    def floor_ms(self, like: Call) -> float:
-        """Return the median time of an empty call sampled in the same way as `like`: the shortest time resolved."""
-        raise NotImplementedError
-
-    def describe(self, call: Call) -> dict:
-        """Describe how the samples of a call were taken."""
-        raise NotImplementedError
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector: the time of a collection inside a sample would count as the function's."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _empty_call() -> None:
-    """Do nothing; the time of this call is the CPU's floor."""
-
-
-def cpu_flush_bytes() -> int:
-    """Return the bytes to stream so that the last-level cache holds nothing else: twice its size."""
-    return max(2 * (last_level_cache_bytes() or 0), UNKNOWN_CACHE_FLUSH)
-
-
-class CpuTimer(Timer):
-    """Host time of calls by `time.perf_counter_ns`, with the garbage collector paused."""
-
-    clock = "time.perf_counter_ns"
-
-    def __init__(self, cold: bool):
-        self.cold = cold
-        self.flush_bytes = 0
-        self.notes = []
-        readings = [time.perf_counter_ns() for _ in range(101)]
-        self.clock_ms = statistics.median(b - a for a, b in itertools.pairwise(readings)) / 1e6
-        self.shortest_sample_ms = CPU_SAMPLE_MS + self.clock_ms
-        if cold:
-            self._allocate_flush()
-
-    def _allocate_flush(self) -> None:
-        if last_level_cache_bytes() is None:
-            self.notes.append("the size of the last-level cache is not known here: 64 MB are streamed to flush it")
-        self.flush_bytes = cpu_flush_bytes()
-        free = available_memory_bytes()
-        if self.flush_bytes > free // 2:
-            raise MemoryError(
-                f'l2="cold" streams {self.flush_bytes / 1e6:.0f} MB, twice the last-level cache, '
-                f'between samples, and only {free / 1e6:.0f} MB are free; free some or use l2="warm".'
-            )
-        self._buffer = torch.zeros(self.flush_bytes // 8, dtype=torch.int64)
-
-    def max_runs(self, call: Call) -> int:
-        """Return the most runs that one sample may hold."""
         return MAX_CPU_CALLS
 
     def sample(self, sequence: Sequence[Call], runs: int | None = None, phase: str = "timed") -> list[float]:
@@ -238,13 +200,8 @@ class CpuTimer(Timer):
 
     def floor_ms(self, like: Call) -> float:
         """Return the median time of an empty Python call, sampled in the same way as `like`."""
-        empty = Call(_empty_call, (), {}, "empty call")
-        flush_bytes, self.flush_bytes = self.flush_bytes, 0
-        try:
-            samples = self.sample([empty] * 21, runs=like.runs_per_sample, phase="floor")
-        finally:
-            self.flush_bytes = flush_bytes
-        return statistics.median(samples)
+        empty = Call(lambda: None, (), {}, "empty call")
+        return statistics.median(CpuTimer(False).sample([empty] * 21, runs=like.runs_per_sample, phase="floor"))
 
     def describe(self, call: Call) -> dict:
         """Describe the clock and the flush."""

@@ -43,59 +43,53 @@ _WORDS_OF = (
 )
 _PATTERNS = tuple((family, re.compile(pattern)) for family, pattern in _WORDS_OF)
 
+# Without underscores around the name and without `_backward`: `exp` stands for `aten::exp_`, too.
 _OPERATORS = {
     GEMM: (
-        "mm bmm addmm baddbmm addbmm mv addmv matmul linear einsum dot vdot inner outer addr bilinear "
-        "tensordot chain_matmul linalg_vecdot mkldnn_linear mkl_linear _scaled_mm _grouped_mm _int_mm "
-        "_addmm_activation linear_pointwise _linear_pointwise convolution conv1d conv2d conv3d _convolution "
-        "mkldnn_convolution"
+        "mm bmm addmm baddbmm addbmm mv addmv matmul linear einsum dot vdot inner outer addr bilinear tensordot "
+        "chain_matmul linalg_vecdot mkldnn_linear scaled_mm grouped_mm int_mm addmm_activation convolution conv1d "
+        "conv2d conv3d mkldnn_convolution"
     ),
-    SOFTMAX: ("softmax _softmax log_softmax _log_softmax _safe_softmax _softmax_backward_data _masked_softmax"),
+    SOFTMAX: "softmax log_softmax safe_softmax masked_softmax",
     LAYERNORM: (
-        "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm batch_norm "
-        "native_batch_norm native_layer_norm_backward _fused_rms_norm_backward"
+        "layer_norm native_layer_norm rms_norm fused_rms_norm group_norm native_group_norm batch_norm native_batch_norm"
     ),
     MEMORY: (
-        "copy_ clone contiguous to _to_copy cat stack _cat concat fill_ zero_ zeros ones full zeros_like "
-        "ones_like full_like new_zeros new_ones new_full index index_select index_put index_put_ "
-        "_index_put_impl_ index_copy index_copy_ index_add_ gather scatter scatter_ scatter_add_ embedding "
-        "repeat tile roll flip pad constant_pad_nd tril triu tril_ triu_ arange range linspace "
-        "masked_select take nonzero _pack_padded_sequence repeat_interleave unfold_copy lift_fresh_copy"
+        "copy clone contiguous to to_copy cat stack concat fill zero zeros ones full zeros_like ones_like full_like "
+        "new_zeros new_ones new_full index index_select index_put index_put_impl index_copy index_add gather scatter "
+        "scatter_add embedding repeat tile roll flip pad constant_pad_nd tril triu arange range linspace "
+        "masked_select take nonzero pack_padded_sequence repeat_interleave unfold_copy lift_fresh_copy"
     ),
     REDUCTION: (
-        "sum mean amax amin max min argmax argmin prod norm linalg_vector_norm std var var_mean logsumexp "
-        "cumsum cumprod any all topk sort count_nonzero"
+        "sum mean amax amin max min argmax argmin prod norm linalg_vector_norm std var var_mean logsumexp cumsum "
+        "cumprod any all topk sort count_nonzero"
     ),
     ELEMENTWISE: (
-        "add add_ sub sub_ rsub mul mul_ div div_ true_divide pow pow_ square sqrt rsqrt rsqrt_ exp exp_ "
-        "exp2 log log2 neg abs sign sin cos tanh tanh_ sigmoid sigmoid_ gelu gelu_ silu silu_ relu relu_ "
-        "leaky_relu hardtanh clamp clamp_ clamp_min clamp_max where maximum minimum eq ne lt le gt ge "
-        "logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not __and__ __or__ masked_fill "
-        "masked_fill_ addcmul addcmul_ addcdiv addcdiv_ lerp erf reciprocal reciprocal_ floor ceil round "
-        "remainder fmod isnan isinf dropout native_dropout bernoulli_ normal_ uniform_ randn rand threshold "
-        "gelu_backward silu_backward tanh_backward floor_divide"
+        "add sub rsub mul div true_divide pow square sqrt rsqrt exp exp2 log log2 neg abs sign sin cos tanh sigmoid "
+        "gelu silu relu leaky_relu hardtanh clamp clamp_min clamp_max where maximum minimum eq ne lt le gt ge "
+        "logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not and or masked_fill addcmul addcdiv "
+        "lerp erf reciprocal floor ceil round remainder fmod isnan isinf dropout native_dropout bernoulli normal "
+        "uniform randn rand threshold floor_divide"
     ),
 }
 _ATEN = {name: family for family, names in _OPERATORS.items() for name in names.split()}
 
 # Operators that only change shape and stride, reserve memory or query something: they launch nothing.
 _FREE = (
-    "view _unsafe_view view_as reshape_alias _reshape_alias as_strided as_strided_ transpose transpose_ t "
-    "t_ permute unsqueeze unsqueeze_ squeeze squeeze_ expand expand_as select slice narrow split "
-    "split_with_sizes chunk unbind unflatten flatten movedim swapaxes diagonal detach detach_ alias alias_ "
-    "lift lift_fresh mT mH H numpy_T adjoint real view_as_real view_as_complex unsafe_split unsafe_chunk "
-    "tensor_split broadcast_to broadcast_tensors empty empty_like empty_strided empty_permuted new_empty "
-    "new_empty_strided resize_ resize_as_ set_ _resize_output_ resolve_conj resolve_neg is_nonzero item "
-    "_local_scalar_dense result_type can_cast promote_types is_same_size size stride sym_size "
-    "requires_grad_ retain_grad _has_compatible_shallow_copy_type _assert_async _assert_scalar "
-    "_nested_tensor_size is_pinned _fused_sdp_choice sym_numel numel data_ptr record_stream output_nr"
+    "view unsafe_view view_as reshape_alias as_strided transpose t permute unsqueeze squeeze expand expand_as select "
+    "slice narrow split split_with_sizes chunk unbind unflatten flatten movedim swapaxes diagonal detach alias lift "
+    "lift_fresh mT mH numpy_T adjoint real view_as_real view_as_complex unsafe_split unsafe_chunk tensor_split "
+    "broadcast_to broadcast_tensors empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize "
+    "resize_as set resize_output resolve_conj resolve_neg is_nonzero item local_scalar_dense result_type can_cast "
+    "promote_types is_same_size size stride sym_size requires_grad retain_grad has_compatible_shallow_copy_type "
+    "assert_async assert_scalar nested_tensor_size is_pinned fused_sdp_choice sym_numel numel record_stream output_nr"
 )
-FREE_OPERATORS = frozenset(f"aten::{name}" for name in _FREE.split())
+FREE_OPERATORS = frozenset(_FREE.split())
 
 # Operators that only call others: their cost is the cost of the operators inside them, which may be none.
 _WRAPPERS = (
-    "reshape to contiguous type_as dropout feature_dropout flatten float half double bfloat16 cpu cuda matmul linear "
-    "softmax log_softmax layer_norm scaled_dot_product_attention clone _to_copy pin_memory"
+    "reshape to contiguous type_as dropout feature_dropout flatten cpu cuda matmul linear softmax log_softmax "
+    "layer_norm scaled_dot_product_attention clone _to_copy pin_memory"
 )
 WRAPPER_OPERATORS = frozenset(f"aten::{name}" for name in _WRAPPERS.split())
 
@@ -113,7 +107,7 @@ def classify(name: str) -> str:
     """Return the family of a kernel or operator, one of FAMILIES."""
     text = name.strip()
     if text.startswith("aten::"):
-        return _classify_operator(text[6:].partition(".")[0])
+        return _classify_operator(bare_operator(text))
     compiled = _TRITON.match(re.sub(r"^graph_\d+_", "", text))
     if compiled:
         return _classify_fused(compiled.group(2), compiled.group(3))
@@ -155,17 +149,16 @@ def _classify_native(head: str, text: str) -> str:
     return _first_match(head)
 
 
-def _classify_operator(name: str) -> str:
-    if name in _ATEN:
-        return _ATEN[name]
-    if f"aten::{name}" in FREE_OPERATORS:
-        return MEMORY
-    bare = name.strip("_")
-    if bare in _ATEN:
-        return _ATEN[bare]
-    if re.search(r"attention|flash|sdpa", name):
-        return ATTENTION
-    return OTHER
+def bare_operator(name: str) -> str:
+    """Return the name of an operator without namespace, overload, and the underscores around it: "add" of "aten::add_.Tensor"."""
+    return name.removeprefix("aten::").partition(".")[0].strip("_")
+
+
+def _classify_operator(bare: str) -> str:
+    family = _ATEN.get(re.sub(r"_backward(_data)?$", "", bare))
+    if family or bare in FREE_OPERATORS:
+        return family or MEMORY
+    return ATTENTION if re.search(r"attention|flash|sdpa", bare) else OTHER
 
 
 def _classify_fused(kind: str, fused: str) -> str:

@@ -14,8 +14,16 @@ from typing import NamedTuple
 import torch
 from torch.autograd import DeviceType
 
-from utils.benchmark.kernel_names import DOCUMENTED_KEY, FREE_OPERATORS, MEMORY, WRAPPER_OPERATORS, classify
+from utils.benchmark.kernel_names import (
+    DOCUMENTED_KEY,
+    FREE_OPERATORS,
+    MEMORY,
+    WRAPPER_OPERATORS,
+    bare_operator,
+    classify,
+)
 from utils.benchmark.measuring import measure, pick_device
+from utils.benchmark.profiling import GPU_WORK
 from utils.validation import check_callable, whole_number
 
 KERNEL_KEYS = ("gemm", "elementwise", "softmax", "layernorm", "memory", "other")
@@ -146,27 +154,14 @@ def _cpu_peak_above_start(call: Callable[[], None], repeats: int) -> int:
             for _ in range(chunk):
                 call()
         done += chunk
-        level = count = 0
+        level = 0
         events = recorded.kineto_results.events()
         for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda e: e.start_ns()):
             if event.device_type() == DeviceType.CPU:
                 level += event.nbytes()
                 peak = max(peak, level)
-        count = len(events)
-        chunk = max(1, min(repeats, EVENTS_PER_RECORDING * chunk // max(count, 1)))
+        chunk = max(1, min(repeats, EVENTS_PER_RECORDING * chunk // max(len(events), 1)))
     return peak
-
-
-class KernelCounts(dict):
-    """Counts per step under the documented keys; the attributes say what was counted and what the numbers leave out.
-
-    counted: "CUDA kernels", or "CPU leaf operators" for a trace without a GPU.
-    notes: sentences.
-    """
-
-    def __init__(self, counts: dict[str, int], counted: str, notes: list[str]):
-        super().__init__(counts)
-        self.counted, self.notes = counted, notes
 
 
 def count_cuda_kernels(prof) -> dict[str, int]:
@@ -177,8 +172,8 @@ def count_cuda_kernels(prof) -> dict[str, int]:
     kernel or the copy engine does them. Fused attention kernels and reductions count as "other".
 
     If the trace has no GPU work, CPU leaf operators are counted instead: operators that contain no other working
-    operator. Views, metadata and bare allocations do no work and are left out. The returned dict has the same keys, and
-    its `.counted` says which of the two was counted.
+    operator. Views, metadata and bare allocations do no work and are left out, and so is what torch.compile generates for
+    a CPU: it is a C++ function, which the profiler sees only with torch._inductor.config.cpp.enable_kernel_profile.
     """
     try:
         events = list(prof.events())
@@ -188,29 +183,12 @@ def count_cuda_kernels(prof) -> dict[str, int]:
             f"and whose schedule reached its active steps; got {type(prof).__name__}."
         ) from error
     steps = sum(1 for event in events if _is_step(event) and event.device_type == DeviceType.CPU)
-    kernels = _cuda_kernel_names(events)
-    on_gpu = bool(kernels)
-    names = Counter(kernels if on_gpu else _leaf_operator_names(events))
-    divisor = max(steps, 1)
-    notes = []
-    compiled = not on_gpu and any("CompiledFxGraph" in event.name for event in events)
-    if compiled and not any(COMPILED_CPU_KERNEL.match(name) for name in names):
-        notes.append(
-            "Kernels that torch.compile generated for the CPU are not in this trace, and not counted; set "
-            "torch._inductor.config.cpp.enable_kernel_profile = True before compiling to see them."
-        )
-    uneven = sorted(name for name, count in names.items() if count % divisor)
-    if uneven:
-        notes.append(
-            f"{len(uneven)} names did not occur equally often in each of the {divisor} steps, the first is "
-            f"{uneven[0]!r}; counts are rounded means."
-        )
+    names = Counter(_cuda_kernel_names(events) or _leaf_operator_names(events))
     totals: Counter = Counter()
     for name, count in names.items():
         totals[DOCUMENTED_KEY[classify(name)]] += count
-    counts = {key: round(totals[key] / divisor) for key in KERNEL_KEYS}
-    counts["total"] = sum(counts.values())
-    return KernelCounts(counts, "CUDA kernels" if on_gpu else "CPU leaf operators", notes)
+    counts = {key: round(totals[key] / max(steps, 1)) for key in KERNEL_KEYS}
+    return counts | {"total": sum(counts.values())}
 
 
 def _is_step(event) -> bool:
@@ -219,27 +197,20 @@ def _is_step(event) -> bool:
 
 def _cuda_kernel_names(events: list) -> list[str]:
     """Return the names of kernels, copies and fills, without the annotations that are mirrored on the GPU's lanes."""
-    annotations = {
-        event.name
-        for event in events
-        if event.device_type == DeviceType.CPU and getattr(event, "is_user_annotation", False)
-    }
-    names = []
-    for event in events:
-        if event.device_type != DeviceType.CUDA or _is_step(event) or getattr(event, "is_user_annotation", False):
-            continue
-        activity = getattr(event, "activity_type", None)
-        if activity is not None and activity not in ("kernel", "gpu_memcpy", "gpu_memset"):
-            continue
-        if activity is None and event.name in annotations:
-            continue
-        names.append(event.name)
-    return names
+    annotations = {event.name for event in events if event.device_type == DeviceType.CPU and event.is_user_annotation}
+
+    def works(event) -> bool:
+        if event.device_type != DeviceType.CUDA or _is_step(event) or event.is_user_annotation:
+            return False
+        activity = getattr(event, "activity_type", None)  # torch 2.11 does not say it
+        return event.name not in annotations if activity is None else activity in GPU_WORK
+
+    return [event.name for event in events if works(event)]
 
 
 def _leaf_operator_names(events: list) -> list[str]:
     """Return the operators that did work themselves on the CPU."""
-    roots = (e for e in events if e.device_type == DeviceType.CPU and getattr(e, "cpu_parent", None) is None)
+    roots = (event for event in events if event.device_type == DeviceType.CPU and event.cpu_parent is None)
     return [name for event in roots for name in _working_operators(event)]
 
 
@@ -252,13 +223,12 @@ def _is_operator(name: str) -> bool:
 def _working_operators(event) -> list[str]:
     """Return the operators at or inside this event that did work; of a wrapper, the operators inside it."""
     name = event.name
-    if name.partition(".")[0] in FREE_OPERATORS:
+    if name.startswith("aten::") and bare_operator(name) in FREE_OPERATORS:
         return []
-    children = getattr(event, "cpu_children", None) or []
-    if not _is_operator(name):  # annotations, autograd nodes, modules
-        return [inner for child in children for inner in _working_operators(child)]
-    working = [(child.name, _working_operators(child)) for child in children]
+    working = [(child.name, _working_operators(child)) for child in event.cpu_children]
     inside = [inner for _, names in working for inner in names]
+    if not _is_operator(name):  # annotations, autograd nodes, modules
+        return inside
     if name in WRAPPER_OPERATORS or any(classify(inner) != MEMORY for inner in inside):
         return inside
     if classify(name) == MEMORY:

@@ -10,20 +10,19 @@ with `functools.partial`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from utils.benchmark import intervals as stats
 from utils.benchmark.cpu_timer import Call
 from utils.benchmark.result import Comparison, Measurement
-from utils.benchmark.sampling import Samples, Timing, Work, time_calls
+from utils.benchmark.sampling import Timing, time_calls
 from utils.config import dtype_name
 from utils.machine.device import default_device, usable_device
 from utils.machine.environment import float32_matmul_precision
@@ -42,13 +41,12 @@ def measure(fn: Callable, *args, label: str | None = None, **options) -> Measure
         *args: its arguments.
         label: name in the result. Default: the function's name.
         **options: the fields of `Timing`, which says what they mean: `warmup`, `iterations`, `device`, `flops`, `bytes`,
-            `roofs`, `dtype`, `l2`, `graph`, `target_interval`, `max_seconds`, `calls_per_sample`,
-            `queue_ahead`, `floor`, `discard`. Other keywords go to `fn`; for a keyword of `fn` that is
-            also an option here, use `functools.partial`.
+            `roofs`, `dtype`, `l2`, `graph`, `max_seconds`, `calls_per_sample`, `queue_ahead`, `floor`, `discard`. Other
+            keywords go to `fn`; for a keyword of `fn` that is also an option here, use `functools.partial`.
     """
     check_callable("measure", fn)
     timing, kwargs = _timing(options, args, fn)
-    return _timed_alone(timing, [Call(fn, args, kwargs, _label(fn, label))], itertools.repeat((0,)))[0]
+    return _timed(timing, [Call(fn, args, kwargs, _label(fn, label))], itertools.repeat((0,)))[0]
 
 
 def compare(
@@ -75,17 +73,11 @@ def compare(
         names = ("a", "b")
     timing, kwargs = _timing(options, args, a, b)
 
-    def interval_of(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-        low, high = stats.speedup_interval(first, second)
-        apart = PAIR_APART if timing.on_gpu else 0.0
-        return low / (1.0 + apart), high * (1.0 + apart)
-
-    def width(samples: Samples) -> float:
-        return stats.relative_half_width(interval_of(*samples), stats.speedup(*samples))
-
     calls = [Call(fn, args, kwargs, name) for fn, name in zip((a, b), names, strict=True)]
-    side_a, side_b = _timed(timing, calls, itertools.cycle(((0, 1), (1, 0))), width)
-    interval = interval_of(side_a.samples_ms, side_b.samples_ms)
+    side_a, side_b = _timed(timing, calls, itertools.cycle(((0, 1), (1, 0))))
+    low, high = stats.speedup_interval(side_a.samples_ms, side_b.samples_ms)
+    apart = 1.0 + (PAIR_APART if timing.on_gpu else 0.0)
+    interval = low / apart, high * apart
     pairs = len(side_a.samples_ms)
     return Comparison(
         speedup=stats.speedup(side_a.samples_ms, side_b.samples_ms),
@@ -110,7 +102,7 @@ def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], **option
         raise ValueError(f"measure_together() needs a label for each function: {len(fns)} and {len(labels)} given.")
     timing, kwargs = _timing(options, (), *fns)
     calls = [Call(fn, (), kwargs, str(label)) for fn, label in zip(fns, labels, strict=True)]
-    return _timed_alone(timing, calls, _rounds(len(calls)))
+    return _timed(timing, calls, _rounds(len(calls)))
 
 
 def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, dict]:
@@ -122,32 +114,14 @@ def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, dict]:
     return Timing(device, **options), kwargs
 
 
-def _timed_alone(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
-    """Time calls of which each has an interval of its own; the widest is the one that `target_interval` asks for."""
-
-    def width(samples: Samples) -> float:
-        intervals = [stats.repeat_interval(times) for times in samples]
-        return max(map(stats.relative_half_width, intervals, map(float, map(np.median, samples))))
-
-    return _timed(timing, calls, turns, width)
-
-
-def _timed(
-    timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]], width: Callable[[Samples], float]
-) -> list[Measurement]:
+def _timed(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
     """Time the calls. Nothing beats its roof: if a result does, a measured roof is measured again, and the best counts."""
-    results = time_calls(timing, calls, turns, width, _work(timing, calls))
-    if timing.roofs is None or not any(result.over_roof for result in results):
-        return results
-    higher = timing.roofs.measured_again()
-    if higher is timing.roofs:
-        return results
-    work = _work(dataclasses.replace(timing, roofs=higher), calls)
-    shares = [(work.roof_ms or 0.0) / result.median_ms for result in results]
-    return [
-        dataclasses.replace(one, roof=work.roof, roof_share=share, method=one.method | {"over_roof": share > 1.0})
-        for one, share in zip(results, shares, strict=True)
-    ]
+    work = _work(timing, calls, timing.roofs)  # before the timing, because it refuses a dtype without a roof
+    results = [work.of(result) for result in time_calls(timing, calls, turns)]
+    if any(result.over_roof for result in results):
+        work = _work(timing, calls, timing.roofs.measured_again())
+        results = [work.of(result) for result in results]
+    return results
 
 
 def _rounds(count: int) -> Iterator[Sequence[int]]:
@@ -164,9 +138,26 @@ def _label(fn: Callable, label: str | None) -> str:
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 
-def _work(timing: Timing, calls: list[Call]) -> Work:
+@dataclass(frozen=True)
+class _Work:
+    """FLOPs and bytes of one call, and the time they take at the roof that limits them."""
+
+    flops: float | None
+    bytes: float | None
+    dtype: str | None  # name of the peak
+    roof: dict | None = None  # the roofs that were used
+    roof_ms: float | None = None  # the longer of the times at the compute and at the memory roof
+
+    def of(self, timed: Measurement) -> Measurement:
+        """Return the measurement with this work and its share of the roof."""
+        share = self.roof_ms / timed.median_ms if self.roof_ms is not None and timed.median_ms > 0 else None
+        facts = {name: getattr(self, name) for name in ("flops", "bytes", "dtype", "roof")}
+        return replace(timed, **facts, roof_share=share)
+
+
+def _work(timing: Timing, calls: list[Call], roofs: Any) -> _Work:
     """Return the work of one call and its time at the roofs, as far as counts and roofs are given."""
-    flops, bytes, roofs, dtype, device = timing.flops, timing.bytes, timing.roofs, timing.dtype, timing.device
+    flops, bytes, dtype, device = timing.flops, timing.bytes, timing.dtype, timing.device
     if dtype is None:
         tensors = (tensor for call in calls for tensor in tensors_of([call.args, call.kwargs, call.fn]))
         dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
@@ -178,14 +169,8 @@ def _work(timing: Timing, calls: list[Call]) -> Work:
         except ValueError:  # no roof has a peak for this dtype, such as float64
             dtype = str(dtype).removeprefix("torch.")
     if roofs is None or (flops is None and bytes is None):
-        return Work(flops, bytes, dtype)
-    roof_ms = 0.0
-    if flops is not None:
-        peak = roofs.tflops.get(dtype)
-        if not peak:
-            known = ", ".join(sorted(name for name, value in roofs.tflops.items() if value))
-            raise ValueError(f"the roofs of {roofs.name} have no {dtype!r} peak; pass dtype= one of {known}.")
-        roof_ms = flops / (peak * 1e9)
+        return _Work(flops, bytes, dtype)
+    roof_ms = 0.0 if flops is None else flops / (roofs.peak_tflops(dtype) * 1e9)
     if bytes is not None:
         roof_ms = max(roof_ms, bytes / (roofs.memory_bandwidth_tb_s * 1e9))
     roof = {
@@ -195,7 +180,7 @@ def _work(timing: Timing, calls: list[Call]) -> Work:
         "tflops": roofs.tflops.get(dtype),
         "memory_bandwidth_tb_s": roofs.memory_bandwidth_tb_s,
     }
-    return Work(flops, bytes, dtype, roof, roof_ms)
+    return _Work(flops, bytes, dtype, roof, roof_ms)
 
 
 def tensors_of(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -19,7 +19,7 @@ from typing import Literal
 import psutil
 import torch
 
-from utils.benchmark.measuring import measure, pick_device
+from utils.benchmark.measuring import measure, measure_together, pick_device
 from utils.config import DTYPES, dtype_name, gpu_spec
 from utils.machine.device import default_device, detect_gpu
 from utils.machine.environment import available_memory_bytes, cpu_model, last_level_cache_bytes
@@ -32,9 +32,8 @@ _MEASURED_ON = {"cpu": ("fp32", "bf16"), "cuda": ("fp16", "bf16", "fp32", "tf32"
 _SIDE = {"cpu": 2048, "cuda": 8192}
 _COPY_BYTES = {"cpu": 256_000_000, "cuda": 4_000_000_000}
 _MIN_COPY = 4  # times the last-level cache
-_ROUNDS, _WARMUP, _ITERATIONS = 8, 1, 4
-_SETTLED = 0.02  # stop after a round that raised no roof by more than this share
-_BUDGET_MS = 3000.0  # stop after this much timed work
+_ROUNDS = 32  # samples of each product and of the copy, in turns
+_BUDGET_S = 3.0  # fewer rounds on a machine that needs longer for them
 _SMALL_SIDE = 256  # of the products that say whether a CPU has a kernel for a dtype
 _NO_KERNEL = 4  # times as long as fp32 means that it has none
 _BUSY = 0.2  # share of the CPU that other processes may use before a measured roof says so
@@ -102,8 +101,8 @@ def datasheet_roofs(gpu_name: str) -> Roofs:
 def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     """Measure the roofs of this machine, in a few seconds: square matrix products and a large copy.
 
-    The best of all samples counts, since a disturbance can only lengthen a time. The products and the copy take turns
-    in rounds, so that a short disturbance does not hit all samples of one of them, until a round raises nothing any more.
+    The best of all samples counts, since a disturbance can only lengthen a time. The products and the copy take turns,
+    so that a short disturbance does not hit all samples of one of them.
 
     On a CPU the bf16 roof is at least the fp32 roof: a kernel may convert bf16 to fp32 and multiply there, which is faster on
     a CPU without bf16 instructions. Where torch has no bf16 kernel for the CPU at all, as without AVX-512 on x86, one product
@@ -124,22 +123,12 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     calls["copy"] = _copy(target, copy_bytes)
 
     others = psutil.cpu_percent(interval=0.2) / 100  # while this process waits, all of it is other processes'
-    best_ms = dict.fromkeys(calls, math.inf)
-    rounds: dict[str, list[float]] = {name: [] for name in calls}
-    spent_ms = 0.0
-    for _ in range(_ROUNDS):
-        before_ms = dict(best_ms)
-        for name, call in calls.items():
-            with _fp32_products("tf32" if name == "tf32" else "ieee"):
-                times = measure(
-                    call, warmup=_WARMUP, iterations=_ITERATIONS, device=target, max_seconds=_BUDGET_MS / 1e3
-                )
-            rounds[name].append(times.min_ms)
-            best_ms[name] = min(best_ms[name], times.min_ms)
-            spent_ms += times.median_ms * (_WARMUP + _ITERATIONS)
-        settled = all(best_ms[name] > before_ms[name] * (1 - _SETTLED) for name in calls)
-        if settled or spent_ms > _BUDGET_MS:
-            break
+    warmup = (
+        3 if target.type == "cuda" else 1
+    )  # a GPU's first call loads libraries: it does not say how long a launch takes
+    options = dict(warmup=warmup, iterations=_ROUNDS, max_seconds=_BUDGET_S, floor=False, device=target)
+    results = measure_together(list(calls.values()), labels=list(calls), **options)
+    best_ms = {result.label: result.min_ms for result in results}
 
     if target.type == "cpu":
         threads = torch.get_num_threads()
@@ -150,14 +139,13 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     if target.type == "cpu":
         reached["bf16"] = max(reached.get("bf16", 0.0), reached["fp32"])
     tflops = {name: reached[name] for name in names}
-    spread = max(max(times) / min(times) - 1 for times in rounds.values())
     return Roofs(
         name=machine,
         origin="measured",
         tflops=tflops,
         memory_bandwidth_tb_s=2 * copy_bytes / best_ms["copy"] / 1e9,
         detail=f"best of repeats: torch.mm of {side} x {side} matrices, copy of {copy_bytes / 1e6:.0f} MB "
-        f"(read + written), torch {torch.__version__}; {len(rounds['copy'])} rounds, {spread:.0%} apart"
+        f"(read + written), torch {torch.__version__}; {len(results[0].samples_ms)} rounds"
         + ("" if set(names) <= set(timed) else "; bf16 as fp32, since torch has no bf16 kernel for this CPU"),
         others=others,
     )
@@ -177,7 +165,7 @@ def _timed_dtypes(device: torch.device, names: tuple[str, ...]) -> tuple[str, ..
     finally:
         torch.set_num_threads(threads)
     expected_ms = small_ms["bf16"] * (_SIDE["cpu"] / _SMALL_SIDE) ** 3 / threads
-    has_kernel = small_ms["bf16"] < _NO_KERNEL * small_ms["fp32"] and expected_ms < _BUDGET_MS
+    has_kernel = small_ms["bf16"] < _NO_KERNEL * small_ms["fp32"] and expected_ms < 1e3 * _BUDGET_S
     return names if has_kernel else ("fp32",)
 
 
@@ -235,7 +223,13 @@ def _product(device: torch.device, name: str, side: int) -> Callable[[], torch.T
     generator = torch.Generator(device).manual_seed(0)
     # Random data: a GPU multiplies zeros faster, at lower power.
     a, b = (torch.randn(side, side, device=device, generator=generator).to(_TORCH_DTYPES[name]) for _ in range(2))
-    return functools.partial(torch.mm, a, b, out=torch.empty_like(a))
+    out = torch.empty_like(a)
+
+    def product() -> torch.Tensor:
+        with _fp32_products("tf32" if name == "tf32" else "ieee"):
+            return torch.mm(a, b, out=out)
+
+    return product
 
 
 def _copy(device: torch.device, copy_bytes: int) -> Callable[[], torch.Tensor]:
@@ -246,18 +240,13 @@ def _copy(device: torch.device, copy_bytes: int) -> Callable[[], torch.Tensor]:
 
 @contextlib.contextmanager
 def _fp32_products(precision: Literal["ieee", "tf32"]) -> Iterator[None]:
-    """Multiply fp32 matrices in fp32 or in TF32; restore afterwards the settings of both of torch's interfaces."""
+    """Multiply fp32 matrices in fp32 or in TF32, and restore the settings afterwards."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [backend.fp32_precision for backend in backends]
     try:
-        legacy = torch.get_float32_matmul_precision()
-    except RuntimeError:  # fp32_precision has a value for which the older interface has no name
-        legacy = None
-    torch.set_float32_matmul_precision("highest" if precision == "ieee" else "high")
-    try:
+        for backend in backends:
+            backend.fp32_precision = precision
         yield
     finally:
-        if legacy is not None:
-            torch.set_float32_matmul_precision(legacy)
         for backend, value in zip(backends, before, strict=True):
             backend.fp32_precision = value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,25 +13,23 @@ import numpy as np
 import torch
 
 from utils.benchmark import intervals as stats
-from utils.benchmark.cpu_timer import Call, CpuTimer, Timer
+from utils.benchmark.cpu_timer import Call, CpuTimer
 from utils.benchmark.cuda_timer import CudaTimer
 from utils.benchmark.result import Measurement
 from utils.machine.environment import HARMLESS_REASONS, environment, gpu_state
 from utils.validation import whole_number
 
 MIN_SAMPLES = 3  # a time budget cuts no run below this, unless one call is over the budget
-MIN_ADAPTIVE = 20  # no early stop on an interval from fewer samples
 # A function that is timed alone on a GPU is timed over at least this long. At the power limit the clocks swing within about a
 # second: over two seconds the medians of a matmul of 2560 on an H200 lay within 1.8%, over half a second up to 7% apart.
 STEADY_S = 0.5
 MOVING_S = 2.0  # while the clocks move
-BURST = 3  # samples of a burst; its last one is kept
+BURST = 3  # calls of which the last one is such a function's sample
 # Least half width of such a function's interval: what changes over minutes, no measurement of seconds can show.
 STEADY_HALF_WIDTH = 0.01
 # Above this share of the power limit the clocks move even if NVML gives no reason yet: a matmul of 2304 at a share of
 # 0.61 was steady within 0.4%, one of 2560 at 0.70 was not.
 MOVING_POWER = 0.65
-MAX_ADAPTIVE = 50  # adaptive runs stop at this many times `iterations`
 FLOOR_MARGIN = 1.1  # a time within 10% of an empty call's cannot be distinguished from it
 
 DISCARDS = ("outliers", "throttled")
@@ -46,13 +44,12 @@ class Timing:
     Args:
         device: "cuda" times by device events, "cpu" by the host's clock. Default: where the call's tensors are.
         warmup: calls before the timing.
-        iterations: number of samples; with `target_interval` the smallest number. On a GPU ten samples and more are spread
-            over half a second, and over two seconds where the clocks move, as at the power limit, with the function's own
-            work in between, so that the samples meet the levels of the clocks.
+        iterations: number of samples. On a GPU ten samples and more are spread over half a second, and over two seconds
+            where the clocks move, as at the power limit, with the function's own work in between, so that the samples
+            meet the levels of the clocks.
         l2: "warm": the cache as the function's own calls leave it. "cold": before every sample, outside of the timed
             region, a buffer of at least twice the cache (GPU: L2, CPU: last-level cache) is written.
         graph: capture the call in a CUDA graph once and time its replays.
-        target_interval: continue until the median's interval is within plus or minus this share (0.01: 1%).
         max_seconds: time budget, warm-up included; at least 3 samples are taken unless one call exceeds the budget.
         calls_per_sample: calls between two readings of the clock, divided out. Default: as many as the clock needs.
         queue_ahead: on a GPU, queue the calls behind a spin kernel so that the time is device work alone. False times
@@ -71,7 +68,6 @@ class Timing:
     iterations: int = 100
     l2: str = "warm"
     graph: bool = False
-    target_interval: float | None = None
     max_seconds: float | None = None
     calls_per_sample: int | None = None
     queue_ahead: bool = True
@@ -96,11 +92,6 @@ class Timing:
             )
         if self.graph and not self.on_gpu:
             raise ValueError("graph=True captures a CUDA graph and needs a CUDA GPU; leave it out on a CPU.")
-        if self.target_interval is not None and not 0.0 < self.target_interval < 1.0:
-            raise ValueError(
-                f"target_interval is the interval's relative half-width, between 0 and 1, got "
-                f"{self.target_interval!r}; 0.01 asks for plus or minus 1%."
-            )
         if self.max_seconds is not None and not (self.max_seconds > 0.0 and math.isfinite(self.max_seconds)):
             raise ValueError(f"max_seconds must be a finite number above 0, got {self.max_seconds!r}.")
         for name, value in (("flops", self.flops), ("bytes", self.bytes)):
@@ -119,22 +110,11 @@ class Timing:
         """Whether device events are the clock."""
         return self.device.type == "cuda"
 
-    def make_timer(self) -> Timer:
+    def make_timer(self) -> CpuTimer:
         """Return the timer of the device."""
         if self.on_gpu:
             return CudaTimer(self.device, self.cold, self.graph, self.queue_ahead)
         return CpuTimer(self.cold)
-
-
-@dataclass(frozen=True)
-class Work:
-    """FLOPs and bytes of one call, and the time they take at the roof that limits them."""
-
-    flops: float | None = None
-    bytes: float | None = None
-    dtype: str | None = None  # name of the peak
-    roof: dict | None = None  # the roofs that were used
-    roof_ms: float | None = None  # the longer of the times at the compute and at the memory roof
 
 
 class Budget:
@@ -169,13 +149,10 @@ class Budget:
         return max(0, min(rounds, max(fitting, MIN_SAMPLES - taken if round_s <= self.seconds else 0)))
 
 
-def time_calls(
-    timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]], width: Callable[[Samples], float], work: Work
-) -> list[Measurement]:
-    """Time the calls, interleaved, on one timer: a Measurement of each.
+def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
+    """Time the calls, interleaved, on one timer: a Measurement of each, without its work and roof.
 
-    `turns` are endless rounds, each with the order of the calls in it. `width` returns the relative half-width of the
-    interval that `timing.target_interval` asks for. `work` is that of one call, the same for all.
+    `turns` are endless rounds, each with the order of the calls in it.
     """
     budget = Budget(timing.max_seconds)
     timer = timing.make_timer()
@@ -184,14 +161,14 @@ def time_calls(
         prepared, warmed_up = [], []
         for call in calls:
             deadline = budget.warm_up_deadline(len(calls))
-            call, done = timer.prepare(call, timing.warmup, timing.calls_per_sample, timing.graph, deadline)
+            call, done = timer.prepare(call, timing.warmup, timing.calls_per_sample, deadline)
             prepared.append(call)
             warmed_up.append(done)
         alone = timing.on_gpu and len(calls) == 1
         spread = None
         if alone and isinstance(timer, CudaTimer) and timing.iterations >= stats.BLOCKS:
             spread = Spread(timer, prepared[0], timing)
-        samples, throttled, stopped = _collect(timer, prepared, turns, width, timing, budget, spread)
+        samples, throttled, stopped = _collect(timer, prepared, turns, timing, budget, spread)
         samples, doubtful = leave_out(samples, throttled, timing.discard)
         gpu_after = gpu_state(timing.device) if timing.on_gpu else None
         floors = [timer.floor_ms(call) if timing.floor else None for call in prepared]
@@ -207,7 +184,6 @@ def time_calls(
             low, high = min(low, median_ms * (1 - STEADY_HALF_WIDTH)), max(high, median_ms * (1 + STEADY_HALF_WIDTH))
         if spread is not None and spread.moving:
             notes.append("the GPU's clocks moved; `compare` times two functions at the same clocks")
-        share = None if work.roof_ms is None or median_ms <= 0 else work.roof_ms / median_ms
         method = {
             **timer.describe(call),
             "device": str(timing.device),
@@ -217,32 +193,18 @@ def time_calls(
             "calls": call.calls,
             "l2": timing.l2,
             "graph": timing.graph,
-            "calls_per_graph": call.calls_per_run if timing.graph else None,
             "stopped": stopped,
             "cut_by_time_budget": stopped.startswith("time budget"),
             "floor_ms": floor_ms,
             "below_floor": None if floor_ms is None else median_ms <= FLOOR_MARGIN * floor_ms,
-            "over_roof": share is not None and share > 1.0,
             "seconds": seconds,
             **counted,
             "gpu_before": gpu_before,
             "gpu_after": gpu_after,
             "notes": notes,
         }
-        measurements.append(
-            Measurement(
-                samples_ms=tuple(times),
-                interval_ms=(low, high),
-                label=call.label,
-                flops=work.flops,
-                bytes=work.bytes,
-                dtype=work.dtype,
-                roof_share=share,
-                roof=work.roof,
-                method=method,
-                environment=environment(timing.device),
-            )
-        )
+        facts = environment(timing.device)
+        measurements.append(Measurement(tuple(times), (low, high), call.label, method=method, environment=facts))
     return measurements
 
 
@@ -312,32 +274,29 @@ class Spread:
 
 
 def _collect(
-    timer: Timer,
+    timer: CpuTimer,
     calls: list[Call],
     turns: Iterator[Sequence[int]],
-    width: Callable[[Samples], float],
     timing: Timing,
     budget: Budget,
     spread: Spread | None,
 ) -> tuple[Samples, list[bool], str]:
-    """Take samples of all calls until they are enough, precise enough, or out of time.
+    """Take samples of all calls until they are enough or out of time.
 
     Returns:
         The samples, whether the GPU's clocks were held back in each round, and why it ended.
     """
     samples: Samples = [[] for _ in calls]
     throttled: list[bool] = []
-    target = timing.target_interval
-    goal = timing.iterations if target is None else max(timing.iterations, MIN_ADAPTIVE)
-    limit = MAX_ADAPTIVE * goal
     round_s = None  # wall time of one sample of each call, flush and synchronization included
-    while True:
-        taken = len(samples[0])
-        rounds = budget.affordable(goal - taken, taken, round_s, calls)
+    while (taken := len(samples[0])) < timing.iterations:
+        rounds = budget.affordable(timing.iterations - taken, taken, round_s, calls)
         if rounds == 0:
-            if target is None and taken >= goal:
-                return samples, throttled, f"all {goal} iterations done"
-            return samples, throttled, f"time budget of {budget.seconds:g} s used after {taken} of {goal} samples"
+            return (
+                samples,
+                throttled,
+                f"time budget of {budget.seconds:g} s used after {taken} of {timing.iterations} samples",
+            )
         begin = time.perf_counter()
         if spread is not None:
             for _ in range(rounds):
@@ -346,22 +305,10 @@ def _collect(
         else:
             clocks_matter = timing.on_gpu and "throttled" in timing.discard
             if clocks_matter:  # they are read after each tenth of the rounds
-                rounds = min(rounds, max(1, goal // stats.BLOCKS))
+                rounds = min(rounds, max(1, timing.iterations // stats.BLOCKS))
             order = [index for turn in itertools.islice(turns, rounds) for index in turn]
             for index, ms in zip(order, timer.sample([calls[index] for index in order]), strict=True):
                 samples[index].append(ms)
             throttled += [clocks_matter and held_back(gpu_state(timing.device))] * rounds
         round_s = max((time.perf_counter() - begin) / rounds, 1e-9)
-        if target is None or taken + rounds < goal:
-            continue
-        taken += rounds
-        reached = width(samples)
-        if reached <= target:
-            return samples, throttled, f"interval half-width {reached:.2%} reached the target of {target:.2%}"
-        if taken >= limit:
-            return (
-                samples,
-                throttled,
-                f"gave up at {taken} samples: interval half-width {reached:.2%}, target {target:.2%}",
-            )
-        goal = min(limit, taken + max(10, taken // 2))
+    return samples, throttled, f"all {timing.iterations} iterations done"

@@ -1,28 +1,13 @@
 """Which versions of torch, Triton and transformers the course was tested with, and what changed between them.
 
 This is the one place that knows. Kernels, simulator and labs use Gluon's newest names; on an older Triton
-`adopt_newest_gluon_names` adds these names as aliases of the old ones:
-
-| newest name             | from Triton | before                                   | what became of the old name    |
-|---|---|---|---|
-| `tma.async_load`        | 3.8         | `tma.async_copy_global_to_shared`        | raises an error from 3.9 on    |
-| `tma.async_store`       | 3.8         | `tma.async_copy_shared_to_global`        | raises an error from 3.9 on    |
-| `async_copy.async_load` | 3.8         | `async_copy.async_copy_global_to_shared` | raises an error from 3.9 on    |
-| `gl.barrier`            | 3.7         | `gl.thread_barrier`                      | gone from 3.7 on               |
-| `gluon.aggregate`       | 3.8         | `triton.language.core._aggregate`        | still there                    |
-| `tma.async_atomic_add`  | 3.8         | no function, but the same instruction    |                                |
-| `tile.reinterpret`      | 3.9         | `tile._reinterpret`                      | gone from 3.9 on               |
-
-One older name is kept alive: `blackwell.get_tmem_reg_layout`, which is a method of tensor memory from Triton 3.8 on.
+`adopt_newest_gluon_names` adds these names as aliases of the old ones. One older name is kept alive:
+`blackwell.get_tmem_reg_layout`, which is a method of tensor memory from Triton 3.8 on.
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from importlib import metadata
@@ -78,17 +63,19 @@ def adopt_newest_gluon_names() -> None:
     from triton.runtime.jit import ConstexprFunction
 
     for module, newest, old_module, old in (
+        # From Triton 3.8 on; the old names raise an error from 3.9 on.
         (tma, "async_load", tma, "async_copy_global_to_shared"),
         (tma, "async_store", tma, "async_copy_shared_to_global"),
         (async_copy, "async_load", async_copy, "async_copy_global_to_shared"),
-        (gl, "barrier", gl, "thread_barrier"),
-        (gluon, "aggregate", core, "_aggregate"),
+        (gluon, "aggregate", core, "_aggregate"),  # from 3.8 on, beside the old name
+        (gl, "barrier", gl, "thread_barrier"),  # from 3.7 on
+        # From 3.9 on.
         (gl.shared_memory_descriptor, "reinterpret", gl.shared_memory_descriptor, "_reinterpret"),
         (blackwell.tensor_memory_descriptor, "reinterpret", blackwell.tensor_memory_descriptor, "_reinterpret"),
     ):
         if not hasattr(module, newest):
             setattr(module, newest, getattr(old_module, old))
-    if not hasattr(tma, "async_atomic_add"):
+    if not hasattr(tma, "async_atomic_add"):  # from 3.8 on; before, there is the instruction without a function
         tma.async_atomic_add = _make_async_atomic_add()
     if not hasattr(blackwell, "get_tmem_reg_layout"):
         blackwell.get_tmem_reg_layout = ConstexprFunction(_register_layout_of_tile)
@@ -193,41 +180,13 @@ def clusters_are_complete() -> bool:
     return (installed_version("triton") or (0, 0)) >= (3, 8)
 
 
-@functools.cache
 def keep_captured_floats_constant() -> None:
     """Let eager FlexAttention take a second score modifier that captures another number.
 
     From torch 2.15 on, a Python float that has changed since the last call becomes a symbol of the graph, and eager
     FlexAttention raises an error because it takes no such symbol. As a constant it is compiled anew, as before.
-    Importing torch's compiler takes a second and imports Triton, so the setting waits until something else imports it.
     """
-    version = installed_version("torch")
-    if version is None or version < (2, 15):
-        return
-    config = sys.modules.get(_DYNAMO_CONFIG)
-    if config is not None:
-        config.specialize_float = True  # type: ignore[attr-defined]
-    else:
-        sys.meta_path.insert(0, _SetWhenImported())
+    if (installed_version("torch") or (0, 0)) >= (2, 15):
+        import torch._dynamo.config
 
-
-_DYNAMO_CONFIG = "torch._dynamo.config"
-
-
-class _SetWhenImported(importlib.abc.MetaPathFinder):
-    """Sets `specialize_float` when torch's module of settings is imported."""
-
-    def find_spec(self, fullname: str, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _DYNAMO_CONFIG:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def run_and_set(module) -> None:
-                run(module)
-                module.specialize_float = True
-
-            spec.loader.exec_module = run_and_set  # type: ignore[method-assign]
-        return spec
+        torch._dynamo.config.specialize_float = True

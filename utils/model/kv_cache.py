@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from utils.validation import suggest_keywords, whole_number
+from utils.validation import whole_number
 
 if TYPE_CHECKING:
     from transformers import Gemma3TextConfig, StaticCache
     from transformers.cache_utils import StaticLayer
 
 
-@suggest_keywords
 def initialize_kv_cache(config: Gemma3TextConfig, max_cache_len: int) -> StaticCache:
     """Make an empty static KV cache for `max_cache_len` tokens, prompt and decoded tokens together.
 

@@ -38,7 +38,7 @@ from utils.model.kv_cache import (
     visible_slots,
 )
 from utils.newest import Newest
-from utils.validation import floating_dtype, suggest_keywords, whole_number, whole_numbers
+from utils.validation import floating_dtype, whole_number, whole_numbers
 
 if TYPE_CHECKING:
     from transformers import Gemma3TextConfig, StaticCache
@@ -52,7 +52,6 @@ _GIVEN_ATTENTION = "given_attention"  # the name in transformers of the attentio
 # ---- the layer ---------------------------------------------------------------------------------------------
 
 
-@suggest_keywords
 def build_decoder_layer(
     config: Gemma3TextConfig | None = None,
     layer_idx: int = 0,
@@ -100,7 +99,6 @@ def build_decoder_layer(
     return layer.eval().requires_grad_(False), Gemma3RotaryEmbedding(config).to(device)
 
 
-@suggest_keywords
 def get_position_embeddings(
     hidden_states: torch.Tensor, position_ids: torch.Tensor, rotary_emb: torch.nn.Module, layer_type: str
 ) -> PositionEmbeddings:
@@ -125,7 +123,6 @@ def get_position_embeddings(
 # ---- random inputs -----------------------------------------------------------------------------------------
 
 
-@suggest_keywords
 def create_prefill_inputs(
     batch_size: int, seq_len: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +137,6 @@ def create_prefill_inputs(
     return hidden_states, torch.arange(seq_len, device=device).repeat(batch_size, 1)
 
 
-@suggest_keywords
 def create_decode_inputs_with_cache(
     batch_size: int, current_seq_len: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -158,7 +154,6 @@ def create_decode_inputs_with_cache(
     return hidden_states, cache_positions.repeat(batch_size, 1), cache_positions
 
 
-@suggest_keywords
 def create_decode_inputs_without_cache(
     batch_size: int, current_seq_len: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -181,7 +176,6 @@ def create_decode_inputs_without_cache(
 # ---- forward passes ----------------------------------------------------------------------------------------
 
 
-@suggest_keywords
 @torch.no_grad()
 def prefill_forward(
     layer: torch.nn.Module,
@@ -221,7 +215,6 @@ def prefill_forward(
     return output
 
 
-@suggest_keywords
 @torch.no_grad()
 def decode_forward(
     layer: torch.nn.Module,

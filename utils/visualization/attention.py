@@ -61,15 +61,8 @@ def plot_flash_attn_improvement(
     names = [name.removesuffix("_ms") for name in latency_cols] if labels is None else [str(name) for name in labels]
     if len(names) != len(latency_cols):
         raise ValueError(f"labels {names} must name the {len(latency_cols)} columns of latency_cols.")
-
-    def column(name: str, check: Any) -> list[float]:
-        return [
-            math.nan if missing else check(f"{name} at {seq_len_col} {length}", value)
-            for length, value, missing in zip(lengths, df[name], df[name].isna(), strict=True)
-        ]
-
-    latency = [column(name, inputs.latency) for name in latency_cols]
-    memory = [column(name, _gigabytes) for name in memory_cols]
+    latency = [_column(df, name, seq_len_col, inputs.latency) for name in latency_cols]
+    memory = [_column(df, name, seq_len_col, _gigabytes) for name in memory_cols]
     for name, times, sizes in zip(latency_cols, latency, memory, strict=True):
         if [math.isnan(t) for t in times] != [math.isnan(m) for m in sizes]:
             raise ValueError(f"{name} is NaN where its memory is not, or the reverse: NaN in both means out of memory.")
@@ -94,6 +87,13 @@ def plot_flash_attn_improvement(
 
 def _columns(argument: str, names: Any) -> list[str]:
     return [str(name) for name in inputs.sequence(argument, names, "column names")]
+
+
+def _column(df: Any, name: str, seq_len_col: str, check: Any) -> list[float]:
+    return [
+        math.nan if missing else check(f"{name} at {seq_len_col} {length}", value)
+        for length, value, missing in zip(df[seq_len_col], df[name], df[name].isna(), strict=True)
+    ]
 
 
 def _gigabytes(name: str, value: Any) -> float:

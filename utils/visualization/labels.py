@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.collections import LineCollection
 from matplotlib.patheffects import withStroke
-from matplotlib.transforms import IdentityTransform
+from matplotlib.transforms import IdentityTransform, ScaledTranslation
 
 from .style import CARD, HAIR, INK, SMALL
 
@@ -56,7 +56,7 @@ class Obstacles:
     frame: tuple[float, float]  # width and height of the axes
     texts: list[np.ndarray]  # boxes
     markers: np.ndarray  # (M, 4) boxes
-    points: np.ndarray  # (P, 2) points along lines and leader lines
+    points: np.ndarray  # (P, 2) points along lines
     leaders: list[np.ndarray] = field(default_factory=list)  # points along each
 
 
@@ -131,6 +131,16 @@ def _holds(boxes: np.ndarray, points: np.ndarray, gap: float) -> np.ndarray:
     return _overlaps(boxes, np.hstack([points, points]), gap)
 
 
+def _sample(lines: list[np.ndarray], step: float) -> np.ndarray:
+    """Return points along every line, `step` pixels apart."""
+    points = [np.empty((0, 2))]
+    for line in lines:
+        for a, b in itertools.pairwise(line):
+            count = int(min(400, max(2, math.dist(a, b) / step)))
+            points.append(a + (b - a) * np.linspace(0, 1, count)[:, None])
+    return np.vstack(points)
+
+
 class LabelLayer(Artist):
     """Keeps labels from overlapping each other and other texts, and away from markers and lines where possible."""
 
@@ -139,9 +149,6 @@ class LabelLayer(Artist):
         super().__init__()
         self._ax = ax
         self._labels: list[Label] = []
-        self._line_texts: list[tuple[Any, np.ndarray]] = []  # text, its line (2, 2) in data
-        self._markers: list[tuple[float, float]] = []
-        self._lines: list[np.ndarray] = []
         self._numbered: list[str] | None = [] if list_columns(names) else None
         self._solved_for: tuple | None = None
         self._leaders = LineCollection([], colors=HAIR, linewidths=0.7, transform=IdentityTransform(), zorder=2.5)
@@ -203,18 +210,11 @@ class LabelLayer(Artist):
                 annotation_clip=False,
             )
 
-    def add_along(self, text: str, start: tuple[float, float], end: tuple[float, float], **font: Any) -> None:
-        """Write along and above the line between two data points."""
-        artist = self._text(text, INK, SMALL, ha="center", rotation_mode="anchor", **font)
-        self._line_texts.append((artist, np.array([start, end], float)))
-
-    def avoid_point(self, x: float, y: float) -> None:
-        """Keep texts away from a marker at this data point."""
-        self._markers.append((x, y))
-
-    def avoid_line(self, x: Any, y: Any) -> None:
-        """Keep texts away from a line through these data points."""
-        self._lines.append(np.column_stack([np.asarray(x, float), np.asarray(y, float)]))
+    def add_along(self, text: str, xy: tuple[float, float], **font: Any) -> None:
+        """Write above a line through the origin, at one of its points, with the slope that the line has on these axes."""
+        above = ScaledTranslation(-2 / 72, 2 / 72, self._ax.get_figure(root=True).dpi_scale_trans)
+        artist = self._text(text, INK, SMALL, ha="center", rotation_mode="anchor", transform_rotates_text=True, **font)
+        artist.set(position=xy, rotation=math.degrees(math.atan2(*xy[::-1])), transform=self._ax.transData + above)
 
     def draw(self, renderer: Any) -> None:
         """Place the labels for this renderer; they draw themselves afterwards."""
@@ -251,16 +251,16 @@ class LabelLayer(Artist):
     def _solve(self, renderer: Any, corner: np.ndarray, point: float) -> None:
         """Place all texts; `point` is a typographic point in pixels."""
         ax = self._ax
-        markers = np.array([ax.transData.transform(p) for p in self._markers]).reshape(-1, 2) - corner
-        for text, line in self._line_texts:
-            self._place_along(text, line, point)
+        lines = [(line, ax.transData.transform(line.get_xydata()) - corner) for line in ax.lines]
+        lines = [(line, pixels[np.isfinite(pixels).all(axis=1)]) for line, pixels in lines]
+        markers = np.vstack([pixels for line, pixels in lines if line.get_marker() != "None"] or [np.empty((0, 2))])
         own_texts = {id(label.text) for label in self._labels}
         fixed = [t for t in ax.texts if id(t) not in own_texts and t.get_visible() and t.get_text()]
         if ax.get_legend() is not None:
             fixed.append(ax.get_legend())
         texts = [t.get_window_extent(renderer).extents - np.tile(corner, 2) for t in fixed]
         boxes = np.hstack([markers - 4 * point, markers + 4 * point])
-        points = self._sample(corner, step=4 * point)
+        points = _sample([pixels for line, pixels in lines if line.get_linestyle() != "None"], step=4 * point)
         obstacles, left_out = Obstacles((ax.bbox.width, ax.bbox.height), texts, boxes, points), []
         for label in self._labels:
             label.box = label.line = None
@@ -276,20 +276,3 @@ class LabelLayer(Artist):
             "Draw fewer points, or pass the Axes of a larger figure as ax=.",
             stacklevel=2,
         )
-
-    def _place_along(self, text: Any, line: np.ndarray, point: float) -> None:
-        """Write a text along and above its line."""
-        a, b = self._ax.transData.transform(line)
-        along = (b - a) / max(math.dist(a, b), 1e-9)
-        text.set_rotation(math.degrees(math.atan2(along[1], along[0])))
-        text.set_position(a + 0.6 * (b - a) + np.array([-along[1], along[0]]) * 3 * point)
-
-    def _sample(self, corner: np.ndarray, step: float) -> np.ndarray:
-        """Return points along every line to avoid, `step` pixels apart."""
-        points = [np.empty((0, 2))]
-        for line in self._lines:
-            pixels = self._ax.transData.transform(line) - corner
-            for a, b in itertools.pairwise(pixels):
-                count = int(min(400, max(2, math.dist(a, b) / step)))
-                points.append(a + (b - a) * np.linspace(0, 1, count)[:, None])
-        return np.vstack(points)

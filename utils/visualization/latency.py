@@ -149,9 +149,6 @@ def draw_lines(ax: Any, lines: Mapping[str, Mapping[int, tuple]], ratios: Mappin
         points = [(size, value) for size, (value, _) in curve.items() if not math.isnan(value)]
         edge = {"markersize": 6, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
         ax.plot(list(curve), [value for value, _ in curve.values()], label=name, zorder=3, **look.line, **edge)
-        layer.avoid_line(*zip(*points, strict=True))
-        for point in points:
-            layer.avoid_point(*point)
         for size, (value, interval) in curve.items():
             if interval is not None:
                 ax.plot([size, size], interval, color=look.color, linewidth=1.2, marker="_", markersize=6, zorder=2)

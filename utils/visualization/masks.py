@@ -24,12 +24,12 @@ def plot_mask(
     *,
     block_size: int | tuple[int, int] = 128,
     device: torch.device | str = "cpu",
-    b: int = 0,
-    h: int = 0,
     labels: Sequence[str] | None = None,
     ax: Any = None,
 ) -> tuple[Figure, np.ndarray]:
     """Draw a mask, or several masks below each other: the query-key pairs left, the blocks right, with both densities.
+
+    Of a mask that differs by sequence or head, the first sequence and the first head are drawn.
 
     Args:
         mask_mod: a function (b, h, q, k) -> bool, or a list of functions; None is no mask.
@@ -37,8 +37,6 @@ def plot_mask(
         sk: number of keys; None for as many as queries.
         block_size: tokens of a block, or (queries, keys).
         device: where the mask is evaluated; tensors that the function captures must be there.
-        b: index of the sequence that is drawn.
-        h: index of the head that is drawn.
         labels: names of the masks; None for the names of the functions.
         ax: a list of two Axes for each mask; None for a new figure.
 
@@ -63,16 +61,10 @@ def plot_mask(
     figure, flat = open_axes(ax, (8.4, height), 2 * len(mods), rows=len(mods))
     axes = np.array(flat).reshape(-1, 2)
     for mod, name, (left, right) in zip(mods, names, axes, strict=True):
-        allowed = dense_mask(mod, sq, sk, device, b, h)
-        counts = sparsity(mod if b == h == 0 else _pairs_mask(allowed), sq, sk, block_size, device)
-        _draw_pairs(left, allowed, name, counts)
+        counts = sparsity(mod, sq, sk, block_size, device)
+        _draw_pairs(left, dense_mask(mod, sq, sk, device), name, counts)
         _draw_blocks(right, counts)
     return figure, axes
-
-
-def _pairs_mask(allowed: Any) -> Callable:
-    """Return a mask function for the pairs `allowed` (Sq, Sk) of one head."""
-    return lambda b, h, q, k: allowed[q, k]
 
 
 def _shades(allowed: Any) -> Any:

@@ -174,18 +174,14 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: s
     start = max(low, bottom / slope)
     slope_line = [start, highest.ridge], [start * slope, highest.tflops]
     ax.plot(*slope_line, color=INK, linewidth=1.8, zorder=3, solid_capstyle="round")
-    layer.avoid_line(*slope_line)
     # Left of the ridge the slope is the lower limit: operations there are memory-bound.
     ax.axvspan(low, main.ridge, color="#c8ced4", linewidth=0, zorder=0)
     ax.plot([main.ridge] * 2, [bottom, main.tflops], color=HAIR, linewidth=0.9, linestyle=(0, (2, 2)), zorder=2)
-    layer.avoid_line([main.ridge] * 2, [bottom, main.tflops])
     for i, roof in enumerate(roofs):
         look = series(i)
         color, style, width = (INK, "-", 1.8) if i == 0 else (look.color, look.linestyle, 1.5)
         ax.plot([roof.ridge, high], [roof.tflops] * 2, color=color, linestyle=style, linewidth=width, zorder=3)
         ax.plot([roof.ridge], [roof.tflops], marker="o", markersize=3.5, color=color, zorder=3.5)
-        layer.avoid_line([roof.ridge, high], [roof.tflops] * 2)
-        layer.avoid_point(roof.ridge, roof.tflops)
         name = f"{roof.dtype}  " if roof.dtype else ""
         ridge = "" if i == 0 else f", ridge {plain(roof.ridge)}"
         line = [(roof.ridge * (high / roof.ridge) ** share, roof.tflops) for share in (0.98, 0.85, 0.7, 0.55, 0.4)]
@@ -196,13 +192,13 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: s
     at = (math.log(main.ridge) - math.log(low)) / (math.log(high) - math.log(low))
     for x, ha, words in ((at - edge / 2, "right", "memory-bound"), (at + edge / 2, "left", "compute-bound")):
         ax.text(x, 0.02, words, transform=ax.transAxes, ha=ha, va="bottom", fontsize=SMALL, color=SOFT, style="italic")
-    layer.add_along(f"{plain(slope)} {prefix}B/s", (start, start * slope), (main.ridge, main.tflops), fontweight="bold")
+    along = start * (main.ridge / start) ** 0.6
+    layer.add_along(f"{plain(slope)} {prefix}B/s", (along, along * slope), fontweight="bold")
 
 
 def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
     for point in sorted(points, key=lambda p: (p.intensity, p.attainable)):
         ax.plot([point.intensity], [point.attainable], zorder=4, **HOLLOW)
-        layer.avoid_point(point.intensity, point.attainable)
         if point.measured is None:
             below = "SE" if point.intensity < point.attainable else "S"
             layer.name(point.name, (point.intensity, point.attainable), prefer=below)
@@ -212,8 +208,6 @@ def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
         ax.plot(*gap_line, color=color, linewidth=0.9, zorder=3.2)
         look = SOLID | ({"marker": "X", "markersize": 9} if point.beyond else {})
         ax.plot([point.intensity], [point.measured], color=color, zorder=4.5, **look)
-        layer.avoid_point(point.intensity, point.measured)
-        layer.avoid_line(*gap_line)
         layer.name(
             f"{point.name}  {_percent(point.share)}",
             (point.intensity, point.measured),

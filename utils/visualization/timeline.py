@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from os import PathLike
@@ -15,6 +14,8 @@ from .style import SMALL, SOFT, ink_on, key_above, name_axes, open_axes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from utils.benchmark.profiling import TraceEvent
 
 # Chrome-trace categories and kernel classes for the same kind of work share a colour; those without one are "other".
 _COLORS = {
@@ -36,7 +37,6 @@ _COLORS = {
     "memory": "#d98c00",
     "other": "#b5b5b5",
 }
-_KEYS = ("name", "category", "start_us", "duration_us", "lane")
 MOST_NAMES = 120  # so many bars, the longest ones, may have names
 CHARACTER = 4.4  # points: the mean width of a character of a name
 LEAST_CHARACTERS = 5  # that a shortened name of a bar keeps
@@ -47,7 +47,7 @@ class _Bar(NamedTuple):
 
     name: str
     category: str
-    start: float  # ms since the window's start
+    start: float  # ms after the first event
     end: float
     lane: str
     depth: int
@@ -57,17 +57,15 @@ def plot_timeline(
     events_or_trace: Iterable[Any] | str | PathLike,
     *,
     ax: Axes | None = None,
-    window_ms: tuple[float, float] | None = None,
     max_depth: int = 4,
     title: str | None = None,
 ) -> tuple[Figure, Axes]:
     """Draw a profiler trace: rows are threads and streams, bars are operators and kernels.
 
     Args:
-        events_or_trace: a finished profile, the path of a Chrome trace, or events with name, category, start_us,
-            duration_us and lane, as keys or attributes (what `read_trace` returns).
+        events_or_trace: a finished profile, the path of a Chrome trace, or events: what `read_trace` returns, or dicts with
+            the keys name, category, start_us, duration_us and lane.
         ax: Axes to draw in; None for a new figure.
-        window_ms: (start, end) of the part to show, in ms since the first event; None for the whole trace.
         max_depth: levels of nested operators to draw in each lane.
         title: the title; None for no title.
 
@@ -75,19 +73,14 @@ def plot_timeline(
         (Figure, Axes).
     """
     whole_number("max_depth", max_depth)
+    from utils.benchmark.profiling import busy_us
+
     events = _events(events_or_trace)
-    first = min(event["start_us"] for event in events)
-    last = max(event["start_us"] + event["duration_us"] for event in events)
-    window = _window(window_ms, (last - first) / 1e3)
-    nested = _nest(events, first)
-    visible = [bar for bar in nested if bar.end >= window[0] and bar.start <= window[1]]
-    if not visible:
-        raise ValueError(
-            f"window_ms {window} holds none of the {len(nested)} events; they end at {nested[-1].end:g} ms."
-        )
-    bars = [bar for bar in visible if bar.depth < max_depth]
+    nested = _nest(events)
+    length = max(bar.end for bar in nested) or 1e-3
+    bars = [bar for bar in nested if bar.depth < max_depth]
     lanes: dict[str, int] = {}  # levels of each lane, in order of first event
-    for bar in sorted(bars, key=lambda bar: bar.start):
+    for bar in bars:
         lanes[bar.lane] = max(lanes.get(bar.lane, 0), bar.depth + 1)
     tops, rows = {}, 0.0
     for lane, depth in lanes.items():
@@ -95,15 +88,17 @@ def plot_timeline(
         rows += depth + 0.6
 
     figure, (axes,) = open_axes(ax, (9.6, 1.0 + 0.27 * rows))
-    axes.set_xlim(window)
+    axes.set_xlim(0.0, length)
     axes.set_ylim(rows - 0.3, -0.6)
     colors = {bar.category: _COLORS.get(bar.category, _COLORS["other"]) for bar in bars}
-    labels = [f"{lane}\n{100 * _busy(nested, lane, window):.0f}% busy" for lane in lanes]
+    # An annotation is a name, and no work.
+    work = {lane: [e for e in events if e.lane == lane and "annotation" not in e.category] for lane in lanes}
+    labels = [f"{lane}\n{busy_us(work[lane]) / length / 10:.0f}% busy" for lane in lanes]
     axes.set_yticks([tops[lane] + depth / 2 - 0.5 for lane, depth in lanes.items()], labels=labels, fontsize=8.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
     axes.spines["left"].set_visible(False)
-    deeper = len(visible) - len(bars)
+    deeper = len(nested) - len(bars)
     note = f"   ({deeper} events nested deeper than {max_depth} are not drawn)" if deeper else ""
     name_axes(axes, x=f"time (ms){note}", title=title)
     key_above(axes, _key(colors), columns=6)
@@ -111,68 +106,36 @@ def plot_timeline(
     return figure, axes
 
 
-def _events(given: Any) -> list[Mapping[str, Any]]:
-    """Return the events, read from a trace file or a profile if that was given; raise ValueError if one is damaged."""
-    if isinstance(given, str | PathLike) or hasattr(given, "key_averages"):
-        from utils.benchmark.profiling import read_trace
+def _events(given: Any) -> list[TraceEvent]:
+    """Return the events by their start, read from a trace file or a profile if that was given."""
+    from utils.benchmark.profiling import TraceEvent, read_trace
 
+    if isinstance(given, str | PathLike) or hasattr(given, "key_averages"):
         given = read_trace(given)
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         raise ValueError(
             f"events_or_trace must be events, a profile or a Chrome trace's path, got {type(given).__name__}."
         )
-    events = list(given)
+    events = [TraceEvent(**event) if isinstance(event, Mapping) else event for event in given]
     if not events:
         raise ValueError("events_or_trace holds no events: nothing was recorded while the profiler was active.")
-    rows: list[Mapping[str, Any]] = []
-    for i, event in enumerate(events):
-        row = dict(event) if isinstance(event, Mapping) else {k: getattr(event, k) for k in _KEYS if hasattr(event, k)}
-        missing = [key for key in _KEYS if key not in row]
-        if missing:
-            raise ValueError(f"event {i} lacks {', '.join(missing)}; each needs {', '.join(_KEYS)}: {event!r}.")
-        for key, floor, words in (("start_us", -math.inf, "finite"), ("duration_us", 0, "finite and not negative")):
-            value = row[key]
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < floor:
-                raise ValueError(f"event {i} ({row['name']}): {key} must be {words}, in us; got {value!r}.")
-        rows.append(row)
-    return rows
+    return sorted(events, key=lambda event: (event.start_us, -event.duration_us))
 
 
-def _window(given: Any, length: float) -> tuple[float, float]:
-    if given is None:
-        return (0.0, length if length > 0 else 1e-3)
-    start, end = given
-    if not -math.inf < start < end < math.inf:
-        raise ValueError(f"window_ms must be (start, end) in ms with start before end, got {given!r}.")
-    return start, end
-
-
-def _nest(events: list[Mapping[str, Any]], first: float) -> list[_Bar]:
+def _nest(events: list[TraceEvent]) -> list[_Bar]:
     """Return the bars with their depths: an event that starts inside another event of its lane is one level deeper."""
     bars: list[_Bar] = []
     stacks: dict[str, list[float]] = {}  # of each lane: when the last bar of each level ends
-    for event in sorted(events, key=lambda e: (e["start_us"], -e["duration_us"])):
-        start = (event["start_us"] - first) / 1e3
-        end = start + event["duration_us"] / 1e3
-        stack = stacks.setdefault(str(event["lane"]), [])
+    for event in events:
+        start, end = ((at - events[0].start_us) / 1e3 for at in (event.start_us, event.end_us))
+        stack = stacks.setdefault(event.lane, [])
         # Concurrent bars keep their levels: a level is free again when its own bar has ended.
         depth = next((i for i, until in enumerate(stack) if until <= start + 1e-9), len(stack))
         if any(until > start + 1e-9 for until in stack[depth:]):
             depth = len(stack)
         stack[depth:] = [end]
-        bars.append(_Bar(str(event["name"]), str(event["category"]), start, end, str(event["lane"]), depth))
+        bars.append(_Bar(event.name, event.category, start, end, event.lane, depth))
     return bars
-
-
-def _busy(bars: list[_Bar], lane: str, window: tuple[float, float]) -> float:
-    """Return the share of the window in which the lane has an event; an annotation is a name and does not count."""
-    total, until = 0.0, window[0]
-    for bar in sorted(bars, key=lambda bar: bar.start):
-        if bar.lane == lane and "annotation" not in bar.category:
-            end = min(bar.end, window[1])
-            total += max(0.0, end - max(bar.start, until))
-            until = max(until, end)
-    return total / (window[1] - window[0])
 
 
 def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, str]) -> None:

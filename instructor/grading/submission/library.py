@@ -11,7 +11,7 @@ from typing import Any
 Answers = Mapping[str, list[str]]  # module -> names in it
 _MASKS = ["causal", "sliding_window", "prefix_lm", "both", "either", "document_ids"]
 _SCORES = ["soft_cap", "alibi", "compose", "relative_bias"]
-_COSTS = ["gemm", "gemv", "rms_norm", "attended_pairs", "attention", "decoder_layer"]
+_COSTS = ["attended_pairs"]
 ANSWERS: dict[str, Answers] = {
     "lab1": {"utils.model.costs": _COSTS, "utils.kernels.gelu": ["gelu_unfused", "_by_hand"]},
     "lab2_flexattention": {

@@ -65,7 +65,7 @@ found = {
     "root": tried(lambda: sorted(os.listdir(ROOT))),
     "an answer's file": tried(lambda: len(open(ROOT + "/utils/model/costs.py").read())),
     "a child that imports it": subprocess.run(
-        [sys.executable, "-c", "from utils.model import costs; print(costs.gemm)"], capture_output=True, text=True
+        [sys.executable, "-c", "from utils.model import costs; print(costs.attended_pairs)"], capture_output=True, text=True
     ).stderr,
     "home": tried(lambda: os.listdir("/root") + os.listdir("/home")),
     "processes": tried(lambda: len([p for p in os.listdir("/proc") if p.isdigit()])),
@@ -96,7 +96,7 @@ def probed(small_lab, tmp_path_factory):
     os.environ["GRADING_SECRET_TOKEN"] = "SECRET"
     threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "3"
     sys.path.append(str(site))
-    ANSWERS[small_lab.name] = {"utils.model.costs": ["gemm"]}
+    ANSWERS[small_lab.name] = {"utils.model.costs": ["attended_pairs"]}
     try:
         code = f"ROOT, SITE = {str(ROOT)!r}, {str(site)!r}\n{PROBES}"
         notebook = answered_notebook(small_lab, {"q1_3": code})

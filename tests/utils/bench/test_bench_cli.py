@@ -122,12 +122,10 @@ def test_the_timing_asked_for_is_the_one_in_force_and_echoed(folder):
     for record in case["sides"].values():
         assert record["method"]["l2"] == "cold" and record["method"]["l2_flush_bytes"] >= 64 * 1024**2
     assert "Timing: l2 cold" in (folder / "artifacts/cold/report.md").read_text()
-    _, case = case_of("adaptive", "--iterations", 30, "--target-interval", "0.3", "--max-seconds", "20")
-    assert "target of 30.00%" in case["sides"]["optimized"]["method"]["stopped"]
-    refused = labs_bench("compare", "cold", "adaptive")
-    assert refused.exit_code == 2 and "l2 cold and warm" in refused.stderr
     done, _ = case_of("budget", "--iterations", 100_000, "--max-seconds", "0.2")
     assert "time budget of 0.2 s used after" in done.stdout
+    refused = labs_bench("compare", "cold", "budget")
+    assert refused.exit_code == 2 and "l2 cold and warm" in refused.stderr
 
 
 def test_ctrl_c_ends_with_a_clear_last_line(folder, monkeypatch):

@@ -130,19 +130,10 @@ def test_cpu_leaf_operators_per_step():
     x = torch.randn(64, 64)
     counts = count_cuda_kernels(record_cpu(lambda: block(x), 10, schedule=default_schedule))
     assert list(counts) == KEYS
-    assert dict(counts) == {
-        "gemm": 1,
-        "elementwise": 2,
-        "softmax": 1,
-        "layernorm": 1,
-        "memory": 1,
-        "other": 2,
-        "total": 8,
-    }
-    assert counts.counted == "CPU leaf operators" and counts.notes == []
+    assert counts == {"gemm": 1, "elementwise": 2, "softmax": 1, "layernorm": 1, "memory": 1, "other": 2, "total": 8}
 
 
-def test_uneven_steps_are_rounded_and_noted():
+def test_uneven_steps_are_rounded():
     x, turn = torch.randn(8, 8), iter(range(100))
 
     def sometimes():
@@ -152,7 +143,6 @@ def test_uneven_steps_are_rounded_and_noted():
 
     counts = count_cuda_kernels(record_cpu(sometimes, 10, schedule=default_schedule))
     assert counts["elementwise"] == 1 and counts["gemm"] == 0
-    assert "aten::mm" in counts.notes[0]
 
 
 def gpu_event(name, activity="kernel", device=DeviceType.CUDA, annotation=False):
@@ -185,14 +175,13 @@ def test_gpu_kernels_per_step_without_annotations_and_synchronization():
     ]
     expected = {"gemm": 3, "elementwise": 1, "softmax": 0, "layernorm": 1, "memory": 2, "other": 1, "total": 8}
     counts = count_cuda_kernels(SimpleNamespace(events=lambda: step * 6))
-    assert dict(counts) == expected
-    assert counts.counted == "CUDA kernels"
+    assert counts == expected
     # Older profilers do not say what kind of activity an event is: an annotation is known by its name on the CPU.
     for event in step:
         event.activity_type = None
         event.is_user_annotation = event.device_type == DeviceType.CPU and event.is_user_annotation
     older = [event for event in step if event.name != "Context Sync"]
-    assert dict(count_cuda_kernels(SimpleNamespace(events=lambda: older * 6))) == expected
+    assert count_cuda_kernels(SimpleNamespace(events=lambda: older * 6)) == expected
 
 
 def test_an_unfinished_profile_is_an_error():

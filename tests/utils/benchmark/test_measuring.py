@@ -1,11 +1,11 @@
 """measure() and compare() on known work: counts are exact, times have wide bounds because machines are busy."""
 
+import dataclasses
 import functools
 import itertools
 import json
 import statistics
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +16,10 @@ from utils.benchmark.measuring import compare as compare_anywhere
 from utils.benchmark.measuring import measure as measure_anywhere
 from utils.benchmark.measuring import pick_device
 from utils.benchmark.result import Measurement
+from utils.benchmark.roofs import Roofs
 from utils.machine import device
 
-ROOFS = SimpleNamespace(
-    name="test part", origin="datasheet", tflops={"fp32": 1.0, "bf16": 4.0, "fp8": None}, memory_bandwidth_tb_s=0.5
-)
-ROOFS.measured_again = lambda: ROOFS  # as roofs from a data sheet do
+ROOFS = Roofs("test part", "datasheet", {"fp32": 1.0, "bf16": 4.0}, 0.5)
 
 # Functions without tensors would be timed on the GPU where there is one.
 measure = functools.partial(measure_anywhere, device="cpu")
@@ -117,19 +115,8 @@ def test_share_of_the_roof_is_that_of_the_nearer_roof():
     assert not result.over_roof
 
 
-def test_adaptive_runs_stop_at_the_target_or_say_that_they_gave_up():
-    # Sleeps are quiet: their median's interval is narrow at once.
-    result = measure(time.sleep, 0.002, warmup=1, iterations=5, target_interval=0.5)
-    assert "reached the target" in result.method["stopped"]
-    low, high = result.interval_ms
-    assert (high - low) / 2 <= 0.5 * result.median_ms
-    assert len(result.samples_ms) >= 20
-    turn = iter(range(10**9))
-    # Half of the calls take five times as long: no number of samples narrows the median's interval to 1e-6.
-    options = dict(warmup=0, iterations=2, calls_per_sample=1, target_interval=1e-6)
-    noisy = measure(lambda: busy(0.02 if next(turn) % 2 else 0.1), **options)
-    assert noisy.method["stopped"].startswith("gave up at 1000 samples: interval half-width ")
-    cut = measure(lambda: busy(0.2 if next(turn) % 2 else 1.0), **options, max_seconds=0.1)
+def test_a_time_budget_cuts_the_samples_and_says_so():
+    cut = measure(busy, 0.5, warmup=0, iterations=1000, calls_per_sample=1, max_seconds=0.1)
     assert cut.method["cut_by_time_budget"] and 3 <= len(cut.samples_ms) < 1000
     assert cut.method["stopped"].startswith(f"time budget of 0.1 s used after {len(cut.samples_ms)} ")
 
@@ -173,7 +160,6 @@ def test_an_exception_goes_through_with_label_and_iteration():
         ({"iterations": 0}, "iterations is 0; it must be a whole number, 1 or more"),
         ({"l2": "hot"}, 'l2 must be "warm" or "cold", got \'hot\''),
         ({"l2": "cold", "calls_per_sample": 4}, "only the first of calls_per_sample=4 calls would be cold"),
-        ({"target_interval": 5}, "target_interval is the interval's relative half-width"),
         ({"max_seconds": 0}, "max_seconds must be a finite number above 0"),
         ({"device": "meta"}, "CUDA GPUs and CPUs are measured, not 'meta'"),
         ({"graph": True, "device": "cpu"}, "graph=True captures a CUDA graph and needs a CUDA GPU"),
@@ -190,7 +176,7 @@ def test_more_bad_input():
         measure(3.0)
     with pytest.raises(TypeError, match="b must be callable, got NoneType"):
         compare(busy, None)
-    with pytest.raises(ValueError, match=r"no 'fp8' peak; pass dtype= one of bf16, fp32"):
+    with pytest.raises(ValueError, match=r"no peak for fp8; they have fp32, bf16"):
         measure(busy, 0.01, iterations=1, flops=1.0, roofs=ROOFS, dtype="fp8")
 
 
@@ -241,7 +227,7 @@ def test_records_survive_json():
 def test_a_function_twice_as_slow_is_slower_and_the_reverse_is_faster():
     slower = compare(lambda: busy(0.5), lambda: busy(1.0), warmup=1, iterations=30, labels=("once", "twice"))
     assert slower.verdict == "slower"
-    assert 0.4 <= slower.speedup <= 0.6
+    assert 0.3 <= slower.speedup <= 0.6  # a busy machine interrupts the longer one more often
     assert slower.sentence() == "twice is slower than once"
     assert slower.a.median_ms / slower.b.median_ms == pytest.approx(slower.speedup, rel=0.2)
     faster = compare(lambda: busy(1.0), lambda: busy(0.5), warmup=1, iterations=30)
@@ -311,15 +297,13 @@ def test_a_measurement_is_spread_over_time_with_the_gpu_at_work(monkeypatch, sta
     clock = [0.0]
     monkeypatch.setattr(sampling, "gpu_state", lambda device: state)
     monkeypatch.setattr(sampling.time, "perf_counter", lambda: clock[0])
-    options = dict(warmup=0, iterations=20, l2="warm", graph=False, target_interval=None, max_seconds=budget_s)
+    options = dict(warmup=0, iterations=20, l2="warm", graph=False, max_seconds=budget_s)
     gpu = torch.device("cuda", 0)
     timing = sampling.Timing(gpu, **options, calls_per_sample=None, queue_ahead=True)
     timer, call = PacedTimer(clock), Call(busy, (), {}, "busy")
     call.run_ms = 1.0
     spread = sampling.Spread(timer, call, timing)
-    (taken,), throttled, stopped = sampling._collect(
-        timer, [call], None, None, timing, sampling.Budget(budget_s), spread
-    )
+    (taken,), throttled, stopped = sampling._collect(timer, [call], None, timing, sampling.Budget(budget_s), spread)
     assert (len(taken), len(throttled), stopped) == (20, 20, "all 20 iterations done")
     assert clock[0] == pytest.approx(timer.busy) == pytest.approx(seconds, abs=0.05)  # the GPU never rests
     assert max(b - a for a, b in itertools.pairwise([0.0, *taken])) <= 1e3 * seconds / 20 * 2  # evenly spread
@@ -355,9 +339,9 @@ def test_what_is_left_out(samples, throttled, discard, left):
     assert {len(times) for times in kept} == {left} and counts[0]["throttled"] == sum(throttled)
 
 
-def test_a_result_above_a_measured_roof_has_it_measured_again():
-    higher = SimpleNamespace(**vars(ROOFS) | {"tflops": {"fp32": 1e9}})
-    low = SimpleNamespace(**vars(ROOFS) | {"measured_again": lambda: higher})
-    work = dict(flops=1e15, dtype="fp32", roofs=low, iterations=3, warmup=0)
+def test_a_result_above_a_measured_roof_has_it_measured_again(monkeypatch):
+    higher = dataclasses.replace(ROOFS, tflops={"fp32": 1e9})
+    monkeypatch.setattr(Roofs, "measured_again", lambda self: higher)
+    work = dict(flops=1e15, dtype="fp32", roofs=ROOFS, iterations=3, warmup=0)
     for result in (measure(busy, 0.1, **work), compare(busy, busy, 0.1, **work).b):
-        assert result.roof["tflops"] == 1e9 and not result.over_roof and not result.method["over_roof"]
+        assert result.roof["tflops"] == 1e9 and not result.over_roof

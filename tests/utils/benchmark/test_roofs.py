@@ -1,12 +1,12 @@
 """Roofs: the arithmetic, the datasheets, and what is measured on this machine."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from utils.benchmark import roofs
+from utils.benchmark.result import Measurement
 from utils.benchmark.roofs import Roofs, datasheet_roofs, machine_roofs, measure_roofs
 from utils.config import GPU_SPECS
 
@@ -47,50 +47,31 @@ def test_datasheet_roofs_are_the_row():
 
 
 def test_the_best_sample_counts_with_all_its_flops_and_bytes(monkeypatch):
-    calls = []
+    def timed(calls, *, labels, **options):
+        out = calls[0]()
+        assert out.shape == (2048, 2048) and out.dtype == torch.float32 and out.std() > 10, "not random data"
+        least = {"fp32": 100.0, "copy": 20.0}
+        return [Measurement((3 * least[label], least[label]), (0, 0), label) for label in labels]
 
-    def timed(call, *, warmup, iterations, device, max_seconds):
-        name = call.func.__name__
-        calls.append(name)
-        if name == "mm":
-            assert call().shape == (2048, 2048) and call().dtype == call.args[0].dtype
-            assert call.args[0].abs().min() < 0.1 and call.args[0].std() > 0.5, "not random data"
-        # The second round is the quiet one: 100 ms a product, 20 ms a copy.
-        least = {"mm": 100.0, "copy_": 20.0}[name] * (1 if calls.count(name) in (2, 3) else 3)
-        return SimpleNamespace(min_ms=least, median_ms=2 * least)
-
-    monkeypatch.setattr(roofs, "measure", timed)
-    monkeypatch.setattr(roofs, "_BUDGET_MS", math.inf)
+    monkeypatch.setattr(roofs, "measure_together", timed)
     monkeypatch.setattr(roofs, "_copy_bytes", lambda device: 256_000_000)
     monkeypatch.setattr(roofs, "_timed_dtypes", lambda device, names: ("fp32",))
     measured = measure_roofs("cpu")
-    assert calls == ["mm", "copy_"] * 3
     assert measured.tflops == dict.fromkeys(("fp32", "bf16"), pytest.approx(2 * 2048**3 / 0.1 / 1e12))
     assert measured.memory_bandwidth_tb_s == pytest.approx(2 * 256e6 / 0.02 / 1e12)
-    # A machine so slow that one round is enough to fill the budget.
-    monkeypatch.setattr(roofs, "_BUDGET_MS", 500.0)
-    calls.clear()
-    measure_roofs("cpu")
-    assert calls == ["mm", "copy_"]
+    assert measured.detail.endswith("2 rounds; bf16 as fp32, since torch has no bf16 kernel for this CPU")
 
 
-def test_bf16_without_a_kernel_for_it_is_not_timed_and_counts_as_fp32(monkeypatch):
+@pytest.mark.parametrize(("bf16_ms", "timed"), [(0.1, ("fp32", "bf16")), (40.0, ("fp32",))])
+def test_bf16_without_a_kernel_for_it_is_not_timed(monkeypatch, bf16_ms, timed):
     """As on an x86 CPU without AVX-512, where one bf16 product of side 2048 takes from ten seconds to a minute."""
-    timed = []
 
-    def slow_bf16(call, *, warmup, iterations, device, max_seconds=None):
-        side, dtype = len(call.args[0]), call.args[0].dtype
-        timed.append((call.func.__name__, side, dtype))
-        least = side**3 / 2048**3 * (100.0 if dtype == torch.float32 else 20000.0)
-        return SimpleNamespace(min_ms=least, median_ms=least)
+    def known(call, *, warmup, iterations, device):
+        assert call().shape == (256, 256)
+        return SimpleNamespace(min_ms=0.2 if call().dtype == torch.float32 else bf16_ms)
 
-    monkeypatch.setattr(roofs, "measure", slow_bf16)
-    monkeypatch.setattr(roofs, "_copy_bytes", lambda device: 256_000_000)
-    measured = measure_roofs("cpu")
-    assert list(measured.tflops) == ["fp32", "bf16"]
-    assert measured.tflops["bf16"] == pytest.approx(2 * 2048**3 / 0.1 / 1e12)
-    assert [side for name, side, dtype in timed if name == "mm" and dtype == torch.bfloat16] == [256]
-    assert measured.detail.endswith("bf16 as fp32, since torch has no bf16 kernel for this CPU")
+    monkeypatch.setattr(roofs, "measure", known)
+    assert roofs._timed_dtypes(torch.device("cpu"), ("fp32", "bf16")) == timed
 
 
 def test_the_copy_is_far_larger_than_the_cache_and_fits_the_memory(monkeypatch):
@@ -123,7 +104,7 @@ def test_fp32_products_are_exact_and_the_setting_comes_back(legacy):
         torch.set_float32_matmul_precision(legacy)
         inside = fp32_precision()
         with roofs._fp32_products("ieee"):
-            assert torch.get_float32_matmul_precision() == "highest"
+            assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
             # bf16 products, which "medium" allows, are off by 1e-1 here.
             assert (torch.mm(a, b).double() - exact).abs().max() < 1e-3
         assert fp32_precision() == inside

@@ -26,8 +26,6 @@ from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Re
 from utils.machine.device import Support, compile_support, compute_capability, flash_attn_support
 from utils.machine.versions import keep_captured_floats_constant
 
-keep_captured_floats_constant()
-
 SMALLEST_TILE, DEFAULT_TILE = 16, 128  # of the Triton kernel, in queries and in keys
 # Triton's tile on Hopper in 16 bit, at head dimensions 64 and 128, measured on an H200: 64 x 64 with 4 warps leaves room
 # for several tiles on a multiprocessor, so that one tile starts and ends while another is in its loop. Inductor's own
@@ -159,6 +157,7 @@ def refuses_flash(problem: Problem, options: Options) -> str:
 def _flex_call(problem: Problem, blocks, options: dict | None) -> Attend:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+    keep_captured_floats_constant()
     more = {"return_aux": AuxRequest(lse=True)} if problem.with_lse else {}
     mod, scale, grouped = problem.score_mod, problem.scale, problem.grouped
 
