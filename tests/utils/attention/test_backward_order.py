@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from utils.attention.gluon.backward.order import (
     Blocks,
@@ -13,7 +14,6 @@ from utils.attention.gluon.backward.order import (
     blocks_of,
     in_order,
     list_schedule,
-    order_of,
     query_tiles,
     schedule_tiles,
 )
@@ -21,9 +21,8 @@ from utils.attention.gluon.backward.plan import plan_for, span
 
 
 def blocks_at(batch, heads, kv_heads, length, head_dim, causal, sms=132):
-    back, ahead = span(causal, 0)
-    plan = plan_for(6, head_dim)
-    return blocks_of(plan, length, length, batch * kv_heads, heads // kv_heads, sms, back=back, ahead=ahead)
+    q, k = (torch.empty(batch, n, length, head_dim, device="meta") for n in (heads, kv_heads))
+    return blocks_of(plan_for(6, head_dim), q, k, sms, span(causal, 0))
 
 
 def in_sections_of(blocks, section):
@@ -37,7 +36,7 @@ def test_tiles_are_those_that_hold_a_pair_which_the_mask_allows(seed):
     sq, sk, block_m, block_n = rng.randint(1, 60), rng.randint(1, 60), rng.choice((4, 8)), rng.choice((4, 8))
     causal, window = rng.random() < 0.5, rng.choice((0, 1, 3, 17))
     back, ahead = span(causal, window)
-    found = query_tiles(sq, sk, block_m, block_n, back=back, ahead=ahead)
+    found = query_tiles(sq, sk, block_m, block_n, back, ahead)
     expected = []
     for key in range(0, sk, block_n):
         seen = set()
@@ -96,8 +95,6 @@ def test_a_schedule_gives_the_next_program_to_whoever_is_free():
     ],
 )
 def test_few_blocks_are_cut(shape, pieces):
-    batch, heads, kv_heads, length, head_dim, causal = shape
-    sizes = length, length, batch * kv_heads, heads // kv_heads, 132, span(causal, 0)
-    order = order_of(plan_for(6, head_dim), *sizes, True)
+    order = best_order(blocks_at(*shape))
     assert (order.slots > 0 and order.whole == 0) == pieces
-    assert not order_of(plan_for(6, head_dim), *sizes, False).slots
+    assert not block_order(blocks_at(*shape)).slots

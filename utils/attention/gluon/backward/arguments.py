@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from utils.attention.gluon.arguments import descriptor
-from utils.attention.gluon.backward.order import Order, best_order, blocks_of, order_of
+from utils.attention.gluon.backward.order import Order
 from utils.attention.gluon.backward.plan import BackwardPlan, span
 
 if TYPE_CHECKING:
@@ -63,22 +63,20 @@ class Gradients:
         self.counter = torch.empty(1, dtype=torch.int32, device=q.device)  # numbers that were drawn (`shares.py`)
 
 
-def box_of(g: Gradients, name: str, rows: int) -> list[int]:
-    """Return the box of a tensor's TMA descriptor: of its heads, or of a matrix of fp32 numbers."""
-    if name in ("sums", "lse2", "delta"):
-        return [rows, 128] if name == "sums" else [1, rows]
-    return [1, 1, rows, g.plan.block_d]
-
-
-def descriptor_of(g: Gradients, name: str, rows: int):
-    """Return the TMA descriptor of a tensor, with boxes of so many rows."""
+def arguments_of(g: Gradients, launch: Launch) -> list:
+    """Return the first arguments of a launch: TMA descriptors, and the tensors that are passed as pointers."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    x, box = getattr(g, name), box_of(g, name, rows)
-    if len(box) == 4:
-        return descriptor(x, rows, g.plan.block_d)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, gl.NVMMASharedLayout(0, 32, rank=2))
+    found: list = [getattr(g, name) for name in launch.tensors]
+    for i, rows in enumerate(launch.boxes):
+        x, numbers = found[i], gl.NVMMASharedLayout(0, 32, rank=2)
+        if x.ndim == 4:
+            found[i] = descriptor(x, rows, g.plan.block_d)
+        else:  # a matrix of fp32 numbers
+            box = [rows, 128] if launch.tensors[i] == "sums" else [1, rows]
+            found[i] = TensorDescriptor(x, list(x.shape), list(x.stride()), box, numbers)
+    return found
 
 
 def strides(x: torch.Tensor) -> tuple[int, ...]:
@@ -144,15 +142,21 @@ def run(g: Gradients, launch: Launch):
     """Launch a kernel; return a `Handle` that repeats the launch, or None where it was simulated."""
     from utils.kernels.handle import Handle
 
-    kernel = kernel_of(launch.kernel)
-    tensors = [descriptor_of(g, name, rows) for name, rows in zip(launch.tensors, launch.boxes, strict=False)]
-    tensors += [getattr(g, name) for name in launch.tensors[len(launch.boxes) :]]
+    kernel, tensors = kernel_of(launch.kernel), arguments_of(g, launch)
     options = {"num_warps": launch.warps, "launch_pdl": launch.early}
     compiled = kernel[launch.grid](*tensors, *launch.numbers, **launch.constants, **options)
     if compiled is None or not g.q.is_cuda:
         return None
     rest = *launch.numbers, *launch.constants.values()
-    return Handle(compiled, launch.grid, tensors, rest, g.q.device.index)
+    return Handle(narrowed(compiled, launch), launch.grid, tensors, rest, g.q.device.index)
+
+
+def narrowed(compiled, launch: Launch):
+    """Return a compiled kernel whose dV and dK have as many columns as the plan says (`depth`), or all."""
+    from utils.kernels.assembling import narrow_products, reassembled
+
+    depth = launch.constants["PLAN"].depth if "PLAN" in launch.constants else 0
+    return reassembled(compiled, lambda ptx: narrow_products(ptx, depth)) if depth else compiled
 
 
 @functools.cache
@@ -160,14 +164,3 @@ def kernel_of(name: str):
     """Import a kernel of this package by "module.function" (imports Triton)."""
     module, name = name.split(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)
-
-
-def find_order(
-    step: int, q: torch.Tensor, k: torch.Tensor, plan: BackwardPlan, causal: bool, window: int, packed: Packed | None
-) -> Order:
-    """Return the order of blocks for these tensors on their GPU."""
-    (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape
-    shape, sms = (plan, sq, sk, batch * kv_heads, heads // kv_heads), processors(q.device)
-    if packed is None:
-        return order_of(*shape, sms, span(causal, window), step == 6 and plan.block_d < 256)
-    return best_order(replace(blocks_of(*shape, sms, back=0, ahead=0), tiles=packed.blocks))

@@ -21,8 +21,12 @@ import functools
 import heapq
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from utils.attention.gluon.backward.plan import BackwardPlan
+
+if TYPE_CHECKING:
+    import torch
 
 # What the heads in flight should fit in, of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit up to 30%.
 L2_BYTES = 32 << 20
@@ -64,7 +68,7 @@ class Blocks:
         return len(self.tiles) * self.heads
 
 
-def query_tiles(sq: int, sk: int, block_m: int, block_n: int, *, back: int, ahead: int) -> tuple[int, ...]:
+def query_tiles(sq: int, sk: int, block_m: int, block_n: int, back: int, ahead: int) -> tuple[int, ...]:
     """Return how many tiles of queries see each block of keys, as the kernel counts them (`Sizes.tiles_of`).
 
     back, ahead: a query sees so many keys before its position, and so many behind it.
@@ -80,14 +84,14 @@ def query_tiles(sq: int, sk: int, block_m: int, block_n: int, *, back: int, ahea
 
 
 def blocks_of(
-    plan: BackwardPlan, sq: int, sk: int, heads: int, group: int, sms: int, *, back: int, ahead: int
+    plan: BackwardPlan, q: torch.Tensor, k: torch.Tensor, sms: int, reach: tuple[int, int], tiles: tuple[int, ...] = ()
 ) -> Blocks:
-    """Return the blocks of a launch; heads: of keys, of all sequences. back, ahead: as for `query_tiles`."""
-    tiles = query_tiles(sq, sk, plan.block_m, plan.block_n, back=back, ahead=ahead)
-    rows = -(-sq // 128) * 128
-    # Q and dO in 16 bits, the sums of dQ in 32.
-    fit = max(1, L2_BYTES // (rows * plan.block_d * 8 * group))
-    return Blocks(tiles, heads, group, fit, sms, plan.block_d)
+    """Return the blocks of a launch; reach: back and ahead of `query_tiles`; tiles: those of packed sequences' blocks."""
+    (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape
+    tiles = tiles or query_tiles(sq, sk, plan.block_m, plan.block_n, *reach)
+    # Of a head Q and dO in 16 bits, and the sums of dQ in 32.
+    fit = max(1, L2_BYTES // (-(-sq // 128) * 128 * plan.block_d * 8 * (heads // kv_heads)))
+    return Blocks(tiles, batch * kv_heads, heads // kv_heads, fit, sms, plan.block_d)
 
 
 def in_order(blocks: Blocks, section: int) -> list[int]:
@@ -139,6 +143,7 @@ def block_order(blocks: Blocks) -> Order:
     return Order(min(sizes, key=cost), blocks.count)
 
 
+@functools.lru_cache(maxsize=512)
 def best_order(blocks: Blocks) -> Order:
     """Return the order that ends first: of whole blocks, or with all blocks or the last ones in pieces.
 
@@ -156,12 +161,3 @@ def best_order(blocks: Blocks) -> Order:
     ]
     best = min(cut, key=lambda order: schedule_tiles(blocks, order), default=found)
     return best if schedule_tiles(blocks, best) < PIECES_GAIN * schedule_tiles(blocks, found) else found
-
-
-@functools.lru_cache(maxsize=512)
-def order_of(
-    plan: BackwardPlan, sq: int, sk: int, heads: int, group: int, sms: int, span: tuple[int, int], pieces: bool
-) -> Order:
-    """Return the order that ends first; arguments as for `blocks_of`. pieces: whether the kernel knows pieces of blocks."""
-    blocks = blocks_of(plan, sq, sk, heads, group, sms, back=span[0], ahead=span[1])
-    return best_order(blocks) if pieces else block_order(blocks)
