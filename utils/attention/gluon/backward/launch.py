@@ -32,9 +32,12 @@ def _keep(handles: list, g: Gradients) -> Callable:
     places = {name: (i, 0) for i, name in enumerate(_GIVEN)}
     places |= {name: (len(_GIVEN), 4 * start) for name, start in zip(_BETWEEN, starts, strict=True)}
     series = Series([(handle, [places[name] for name in tensors]) for handle, tensors in handles])
+    contiguous = torch.contiguous_format
 
     def launch(addresses: list[int], q, k, v, lse, dlse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq = torch.empty_like(q, memory_format=contiguous)
+        dk = torch.empty_like(k, memory_format=contiguous)
+        dv = torch.empty_like(v, memory_format=contiguous)
         numbers = lse, lse if dlse is None else dlse, dq, dk, dv, lse.new_empty(size)
         series((*addresses, *[x.data_ptr() for x in numbers]))  # `addresses` are those of dout to out
         return dq, dk, dv
