@@ -210,10 +210,12 @@ def observed(*tensors: torch.Tensor) -> bool:
         return True
     grad = torch.is_grad_enabled()
     for x in tensors:
-        if x.__class__ not in _PLAIN or (grad and x.requires_grad):
+        kind = x.__class__  # a Parameter is a Tensor with another name
+        if (kind is not torch.Tensor and kind is not _Parameter) or (grad and x.requires_grad):
             return True
     return False
 
 
-_PLAIN = torch.Tensor, torch.nn.Parameter  # a Parameter is a Tensor with another name
-_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+# Looked up once: `observed` runs before each launch.
+_Parameter, _modes = torch.nn.Parameter, torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
