@@ -176,17 +176,16 @@ class Series:
 
     def __init__(self, handles: Sequence[tuple[Handle, Sequence[tuple[int, int]]]]):
         """Keep handles of one device, each with its tensors: number among a call's addresses, bytes behind that address."""
-        self.handles, first = handles, handles[0][0]
-        self.index, self.stream, self.runtime = first.index, first._stream, first._runtime
+        self.handles, self.first = handles, handles[0][0]
         self.direct = [handle._direct for handle, _ in handles if handle._direct is not None]
         self.known: Newest[tuple, list] = Newest(256)
 
     def __call__(self, addresses: tuple[int, ...]) -> None:
         """Launch all on tensors that begin at these addresses."""
-        stream = self.stream(self.index)
-        enter, leave = self.runtime.launch_enter_hook, self.runtime.launch_exit_hook
+        stream, runtime = self.first._stream(self.first.index), self.first._runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         listened = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-        here = not listened and torch._C._cuda_getDevice() == self.index
+        here = not listened and torch._C._cuda_getDevice() == self.first.index
         bound = self.known.get((stream, addresses)) if here else None
         if bound is None:
             given = [[_place(addresses[i] + offset) for i, offset in places] for _, places in self.handles]
@@ -206,16 +205,13 @@ def observed(*tensors: torch.Tensor) -> bool:
     torch.compile, autograd, a function transform (vmap, grad), a dispatch mode (FlopCounterMode, fake tensors), or a
     subclass of Tensor other than Parameter.
     """
-    if torch.compiler.is_compiling() or _modes() or _transforms() is not None:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     grad = torch.is_grad_enabled()
     for x in tensors:
         kind = x.__class__  # a Parameter is a Tensor with another name
-        if (kind is not torch.Tensor and kind is not _Parameter) or (grad and x.requires_grad):
+        if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or (grad and x.requires_grad):
             return True
     return False
-
-
-# Looked up once: `observed` runs before each launch.
-_Parameter, _modes = torch.nn.Parameter, torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
