@@ -91,7 +91,7 @@ def launches(
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
     rows, width = g.lse2.shape[1], plan.block_d
     # Columns of the sums of dQ, in units of 64 and, those that are cleared, of 8.
-    summed = (width // 64, (width if step == 1 else head_dim) // 8) if plan.dq else (0, 0)
+    summed = (width // 64, head_dim // 8) if plan.dq else (0, 0)
     start = Launch(
         "fragments.start_backward",
         (rows // 64, batch * heads),
@@ -108,7 +108,7 @@ def launches(
     if programs:
         tensors: tuple[str, ...] = ("sums", "dq", "parts", "dv", "dk")
         numbers = *sizes[:3], head_dim // 8, width // 64, *blocks, for_parts, scale
-        constants: dict[str, Any] = {"FRAGMENTS": step > 1, "TABLE": packed is not None}
+        constants: dict[str, Any] = {"TABLE": packed is not None}
         found.append(Launch("fragments.finish_backward", (programs,), tensors, numbers, constants, early=True))
     if not plan.dq:
         keys, grid = 128 if width == 64 else 64, (-(-sq // 128) * batch * heads,)

@@ -85,7 +85,7 @@ def consumer(sizes, place, rings, dq_desc, numbers, scale, W: gl.constexpr):
         s = wait_products(s, 1, BLOCK_N)
         p = gl.exp2(s * (scale * LOG2_E) - lse2[:, None])
         if sizes.needs_mask(key, BLOCK_N, row, 64):
-            p = sizes.mask(p, key, row, 1)
+            p = sizes.mask_keys(p, key, row)
         dp = wait_products(dp, 0, BLOCK_N)
         v.release(i)
         ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), left_operand(BLOCK_D))

@@ -73,23 +73,12 @@ class Sizes:
         return outside | (key + KEYS > self.sk)
 
     @gluon.jit
-    def mask(self, p, key, row, KEYS: gl.constexpr):
-        """Zero the probabilities of keys key.. (dimension KEYS) and queries row.. where a query may not look.
+    def mask(self, p, key, row, bounds=0):
+        """Zero the probabilities [keys, queries] of keys key.. and queries row.. where a query may not look.
 
         The probabilities and not the scores, because an infinite score times a negative scale would be infinite again.
+        bounds: which queries see each key of the block, if there is a table.
         """
-        QUERIES: gl.constexpr = 1 - KEYS
-        layout: gl.constexpr = p.type.layout
-        keys = gl.expand_dims(key + gl.arange(0, p.shape[KEYS], gl.SliceLayout(QUERIES, layout)), QUERIES)
-        queries = gl.expand_dims(row + gl.arange(0, p.shape[QUERIES], gl.SliceLayout(KEYS, layout)), KEYS)
-        positions = queries + (self.sk - self.sq)
-        # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
-        keep = (keys < self.sk) & (keys <= positions + self.ahead) & (keys >= positions - self.back)
-        return gl.where(keep, p, 0.0)
-
-    @gluon.jit
-    def mask_product(self, p, bounds, key, row):
-        """`mask` for [keys, BLOCK_M queries] in the registers of products, in a third of the instructions; bounds: if there is a table."""
         layout: gl.constexpr = gl.SliceLayout(1, p.type.layout)
         if self.PLAN.edges == 3:
             first, behind = bounds.index(0).load(layout) - row, bounds.index(1).load(layout) - row
@@ -99,6 +88,12 @@ class Sizes:
             # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
             first, behind = gl.where(keys < self.sk, own - self.ahead, p.shape[1]), own + self.back + 1
         return zero_columns(p, first, behind)
+
+    @gluon.jit
+    def mask_keys(self, p, key, row):
+        """`mask` of probabilities [queries, keys]."""
+        position = row + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout)) + (self.sk - self.sq)
+        return zero_columns(p, position - self.back - key, gl.minimum(position + self.ahead + 1, self.sk) - key)
 
 
 @gluon.jit

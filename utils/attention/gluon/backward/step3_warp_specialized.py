@@ -33,7 +33,7 @@ def probabilities(work, s, i, key, row):
     lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
     p = gl.exp2(s * work.c - lse2[None, :])
     if work.sizes.needs_mask(key, 64, row, work.sizes.PLAN.block_m):
-        p = work.sizes.mask(p, key, row, 0)
+        p = work.sizes.mask(p, key, row)
     return p
 
 

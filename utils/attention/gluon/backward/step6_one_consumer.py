@@ -160,7 +160,7 @@ def walk(work, ds_tiles, leave, bounds, v_left, state, key, lo, hi, number, MASK
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = exp2(s * work.c - lse2[None, :])
         if MASK:
-            p = work.sizes.mask_product(p, bounds, key, m * BLOCK_M)
+            p = work.sizes.mask(p, key, m * BLOCK_M, bounds)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
