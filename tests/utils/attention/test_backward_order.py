@@ -25,10 +25,6 @@ def blocks_at(batch, heads, kv_heads, length, head_dim, causal, sms=132):
     return blocks_of(plan_for(6, head_dim), q, k, sms, span(causal, 0))
 
 
-def in_sections_of(blocks, section):
-    return Order(section, blocks.count)
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_tiles_are_those_that_hold_a_pair_which_the_mask_allows(seed):
     """All pairs of a query and a key, one by one: a tile between the first and the last that see a block is walked over."""
@@ -52,7 +48,7 @@ def test_a_section_of_one_head_left_over_is_what_cost_a_third():
     """2 x 8 x 4128 causal: 15 heads of 64 columns fit in the L2, and the sixteenth began when the others ended."""
     blocks = blocks_at(2, 8, 8, 4128, 64, True)
     assert blocks.fit == 15
-    before = schedule_tiles(blocks, in_sections_of(blocks, 15))
+    before = schedule_tiles(blocks, Order(15, blocks.count))
     chosen = block_order(blocks)
     assert chosen.section == 8
     assert before > 1.3 * schedule_tiles(blocks, chosen)
@@ -74,7 +70,7 @@ def test_the_last_round_is_cut_where_that_ends_earlier(count, pieces):
     order = best_order(blocks)
     assert order.whole == (count - count % 132 if pieces else count)
     assert (order.pieces > 1) == pieces and order.slots == (count - order.whole) * order.pieces
-    assert schedule_tiles(blocks, order) <= schedule_tiles(blocks, in_sections_of(blocks, 1))
+    assert schedule_tiles(blocks, order) <= schedule_tiles(blocks, Order(1, blocks.count))
 
 
 def test_a_schedule_gives_the_next_program_to_whoever_is_free():

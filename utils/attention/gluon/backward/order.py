@@ -5,8 +5,7 @@ queries: under a causal mask one to all of them, with grouped heads as many time
 things make SMs wait for each other at the end:
 
 - A long block that starts late. Heads come in sections that fit in the L2, the longest blocks of a section first. 16 heads
-  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size, and as
-  many as give the shortest schedule.
+  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size.
 - Fewer blocks than SMs, or a last round of few blocks. Then these blocks are cut into pieces (`shares.py`), if that gains more
   than the sums of the pieces cost. All pieces of a block come before the next block's, so that the last ones are short: the
   first pieces of all blocks before all second ones took 1.12 times as long at ten grouped causal shapes.
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,7 +32,6 @@ L2_BYTES = 32 << 20
 BLOCK_TILES = 1.4  # beginning and end of a block: barriers, the first K and Q, stores of dV and dK
 FINISH_TILES = 0.5  # more work for the last kernel
 ADD_TILES = 0.0061  # writing and reading a piece of 128 keys x 64 columns once more, of all SMs together
-WIDER = 0.03  # share of the time that each doubling of the sections beyond the L2 costs: a guess, 30% were seen for all heads
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
 MOST_BLOCKS = 8  # of an SM, that are scheduled one by one: those before them end at about the same time on all SMs
@@ -122,37 +119,19 @@ def schedule_tiles(blocks: Blocks, order: Order) -> float:
     return end + (FINISH_TILES + ADD_TILES * (blocks.width // 64) * len(rest) * pieces if rest else 0)
 
 
-def sections(blocks: Blocks) -> list[int]:
-    """Return sizes of sections to choose from, that which fits in the L2 first; the sections of a size are as even as can be."""
+def block_order(blocks: Blocks) -> Order:
+    """Return an order of whole blocks: heads in as few sections as fit in the L2, as even as can be."""
     # Heads that run at the same time anyway need not fit.
     fit = max(blocks.fit, -(-blocks.sms // len(blocks.tiles)))
-    most = -(-blocks.heads // fit)
-    return [-(-blocks.heads // count) for count in range(most, max(most - 8, 0), -1)]
-
-
-def block_order(blocks: Blocks) -> Order:
-    """Return the order of whole blocks that ends first, by the schedule."""
-    sizes = sections(blocks)
-    if min(blocks.tiles) == max(blocks.tiles):
-        return Order(sizes[0], blocks.count)
-
-    def cost(section: int) -> float:
-        wider = 1 + WIDER * max(0.0, math.log2(section / sizes[0]))
-        return schedule_tiles(blocks, Order(section, blocks.count)) * wider
-
-    return Order(min(sizes, key=cost), blocks.count)
+    return Order(-(-blocks.heads // -(-blocks.heads // fit)), blocks.count)
 
 
 @functools.lru_cache(maxsize=512)
 def best_order(blocks: Blocks) -> Order:
-    """Return the order that ends first: of whole blocks, or with all blocks or the last ones in pieces.
-
-    The last ones are those of the last round, or of the last section where blocks are of unequal length.
-    """
+    """Return the order that ends first: of whole blocks, or with those of the last round or section, or all, in pieces."""
     found = block_order(blocks)
-    wholes = {blocks.count - blocks.count % blocks.sms}
-    if min(blocks.tiles) < max(blocks.tiles):
-        wholes = {0, (blocks.heads - 1) // found.section * found.section * len(blocks.tiles)}
+    last_section = (blocks.heads - 1) // found.section * found.section * len(blocks.tiles)
+    wholes = 0, last_section, blocks.count - blocks.count % blocks.sms
     cut = [
         Order(found.section, whole, pieces, (blocks.count - whole) * pieces)
         for whole in wholes
