@@ -91,11 +91,9 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
     problem: causal, scale, window, deterministic, lengths.
     """
     given = dout, q, k, v, out
-    key = (
-        *(problem, step, q.shape, k.shape, v.shape, q.dtype, q.device, lse.dtype, lse.is_contiguous()),
-        *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
-        dlse is None or (dlse.dtype, dlse.is_contiguous()),
-    )
+    shapes = q.shape, k.shape, v.shape, q.dtype, q.device, lse.dtype, lse.is_contiguous()
+    strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
+    key = problem, step, shapes, strides, dlse is None or (dlse.dtype, dlse.is_contiguous())
     if (kept := _kept.get(key)) is not None:
         # Where the tensors start is no part of the key, and is looked at each time.
         a, b, c, d, e = addresses = [x.data_ptr() for x in given]
@@ -130,8 +128,8 @@ def _launch(key: tuple, given: tuple, lse, dlse, problem: tuple, step: int) -> G
     causal, scale, window, deterministic, lengths = problem
     dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given)
     numbers = lse.float().contiguous(), None if dlse is None else dlse.float().contiguous()
-    packed, edges = None, 2 if window else int(causal or k.shape[2] % 128 > 0)
-    plan = plan_for(step, q.shape[-1], deterministic, 3 if lengths else edges)
+    mask = "packed" if lengths else "ends" if causal or window or k.shape[2] % 128 else ""
+    packed, plan = None, plan_for(step, q.shape[-1], deterministic, mask)
     if lengths:
         from utils.attention.gluon.intervals import packed_keys
 

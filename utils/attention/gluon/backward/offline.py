@@ -12,14 +12,14 @@ from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
 def compile_backward(
-    step: int, head_dim: int = 128, *, edges: int = 2, deterministic: bool = False, number: int = 1
+    step: int, head_dim: int = 128, *, mask: str = "ends", deterministic: bool = False, number: int = 1
 ) -> Assembly:
     """Compile a kernel of a backward pass in bf16 for sm_90a; it takes all sizes.
 
     Args:
         step: 1, 3 or 6.
         head_dim: Head dimension; the tile is the next larger of 64, 128 and 256.
-        edges: As for `plan_for`.
+        mask: As for `plan_for`.
         deterministic: Whether dQ is left to the kernel of `dq.py`.
         number: Of the launch: 0, the kernel before the step's own (1), or one that finishes.
     """
@@ -29,8 +29,8 @@ def compile_backward(
         torch.empty(1, 1, 128, head_dim, dtype=torch.bfloat16, device="meta"),
         torch.empty(1, 1, 128, device="meta"),
     )
-    packed = Packed(torch.empty(4, dtype=torch.int32, device="meta"), (1,)) if edges == 3 else None
-    g = Gradients(q, q, q, q, q, lse, None, plan_for(step, head_dim, deterministic, edges), 2)
+    packed = Packed(torch.empty(4, dtype=torch.int32, device="meta"), (1,)) if mask == "packed" else None
+    g = Gradients(q, q, q, q, q, lse, None, plan_for(step, head_dim, deterministic, mask), 2)
     launch = launches(step, g, Order(1, 0, 2, 2), True, 0, 1.0, packed)[number]
     kernel, kinds = kernel_of(launch.kernel), map(mangle_type, (*arguments_of(g, launch), *launch.numbers))
     names = [name for name in kernel.arg_names if name not in launch.constants]

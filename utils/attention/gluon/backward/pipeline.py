@@ -25,7 +25,7 @@ class Sizes:
     """Sizes of the problem, and which tiles of queries see a block of keys.
 
     A query sees the keys from `back` before its position to `ahead` behind it; the last query has the last key's position.
-    Or PLAN.edges is 3, and `back` the table of `intervals.py`.
+    With PLAN.mask "packed", `back` is the table of `intervals.py`.
     """
 
     sq: gl.tensor
@@ -54,16 +54,13 @@ class Sizes:
         """Tiles of queries [first, end) of lo .. hi - 1 that need no mask, or limits outside of these; stop: the keys' end."""
         ROWS: gl.constexpr = self.PLAN.block_n
         BLOCK_M: gl.constexpr = self.PLAN.block_m
-        first, end = lo, hi
-        if self.PLAN.edges == 3:
+        if self.PLAN.mask == "packed":
             first, end = clean_interval(self.back, key, ROWS, stop, self.sk, BLOCK_M)
-        elif self.PLAN.edges > 0:
-            first = gl.cdiv(gl.maximum(key + ROWS - 1 - self.ahead - (self.sk - self.sq), 0), BLOCK_M)
-        if self.PLAN.edges == 2:
-            end = gl.maximum(key + self.back - (self.sk - self.sq) + 1, 0) // BLOCK_M
-        if self.PLAN.edges > 0:
-            first = gl.where(key + ROWS > stop, hi, first)
-        return first, end
+        else:
+            own = key - (self.sk - self.sq)  # the query that has the first key's position
+            first = gl.cdiv(gl.maximum(own + ROWS - 1 - self.ahead, 0), BLOCK_M)
+            end = gl.maximum(own + self.back + 1, 0) // BLOCK_M
+        return gl.where(key + ROWS > stop, hi, first), end
 
     @gluon.jit
     def needs_mask(self, key, KEYS: gl.constexpr, row, ROWS: gl.constexpr):
@@ -80,7 +77,7 @@ class Sizes:
         bounds: which queries see each key of the block, if there is a table.
         """
         layout: gl.constexpr = gl.SliceLayout(1, p.type.layout)
-        if self.PLAN.edges == 3:
+        if self.PLAN.mask == "packed":
             first, behind = bounds.index(0).load(layout) - row, bounds.index(1).load(layout) - row
         else:
             keys = key + gl.arange(0, p.shape[0], layout)
@@ -216,7 +213,7 @@ def block_place(block, blocks_n, section, total):
 def part_of(sizes, n, flat, piece, pieces, slot):
     """The Part of a block of keys n of head `flat`: all of it (piece 0 of 1), or one of equal pieces."""
     batch = flat // sizes.kv_heads
-    if sizes.PLAN.edges == 3:
+    if sizes.PLAN.mask == "packed":
         key, stop = tile_entry(sizes.back, n, sizes.sk, 0), tile_entry(sizes.back, n, sizes.sk, 1)
         lo, hi = tile_entry(sizes.back, n, sizes.sk, 2), tile_entry(sizes.back, n, sizes.sk, 3)
     else:
