@@ -21,8 +21,8 @@ MAIN_KERNELS = {
     1: "step1_atomics.attention_backward_step1",
     3: "step3_warp_specialized.attention_backward_step3",
     6: "step6_one_consumer.attention_backward_step6",
+    256: "wide_heads.attention_backward_wide",  # step 6 at this head dimension
 }
-WIDE_KERNEL = "wide_heads.attention_backward_wide"
 
 
 @functools.lru_cache(maxsize=16)
@@ -127,8 +127,7 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
         constants = {"HEAD_DIM": g.q.shape[-1], "PLAN": plan}
         return Launch(MAIN_KERNELS[1], (blocks[2], blocks[0]), (*tensors, "sums"), (*sizes, scale), constants)
     if step == 3 or plan.block_d == 256:
-        kernel = MAIN_KERNELS[3] if step == 3 else WIDE_KERNEL
-        tensors = (*tensors, "sums") if step == 3 else tensors
+        kernel, tensors = (MAIN_KERNELS[3], (*tensors, "sums")) if step == 3 else (MAIN_KERNELS[256], tensors)
         numbers, boxes = (*sizes, *blocks[:3], scale), (m, m, n, 64, 64, 64, m, m)
         return Launch(kernel, (programs,), tensors, numbers, {"PLAN": plan}, boxes, early=True)
     tensors = *tensors, "sums", "parts", "counter", "dk", "dv"

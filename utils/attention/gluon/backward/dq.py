@@ -14,8 +14,6 @@ long again as the product itself, with 64 as long. So at 256 V has one slot, whi
 V comes while dS and dQ are computed.
 """
 
-# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -1,7 +1,5 @@
 """What the kernels share: sizes and masks, rings of tiles with a row of statistics, a block's tiles, and the producer."""
 
-# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
 
 from triton.experimental import gluon
@@ -193,6 +191,12 @@ class Part:
         skipped = self.at // gl.maximum(self.hi - self.lo, 1)
         return self.kv_head * sizes.group + skipped, self.lo + self.at - skipped * (self.hi - self.lo)
 
+    @gluon.jit
+    def behind(self, head, m):
+        """(query head, tile of that head) behind these."""
+        last = m + 1 == self.hi
+        return gl.where(last, head + 1, head), gl.where(last, self.lo, m + 1)
+
 
 @gluon.jit
 def block_place(block, blocks_n, section, total):
@@ -301,7 +305,4 @@ def load_part(work, part, done, descriptors):
         if part.count > 0:
             work.q.load_numbers(done + i, lse_desc, part.batch * heads + head, m * BLOCK_M)
             work.do.load_numbers(done + i, delta_desc, part.batch * heads + head, m * BLOCK_M)
-        m += 1
-        if m == part.hi:
-            m = part.lo
-            head += 1
+        head, m = part.behind(head, m)

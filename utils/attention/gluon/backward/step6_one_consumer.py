@@ -325,10 +325,7 @@ def storing_warp(work, share, leave):
                     tma_add(sums_desc, [row + w * BOX, 0], tiles.slice(w * BOX, BOX, 0))
                 tma.store_wait(0)
                 mbarrier.arrive(empty, count=1)
-                m += 1
-                if m == part.hi:
-                    m = part.lo
-                    head += 1
+                head, m = part.behind(head, m)
             turn += 1
             key = share.next(turn, 1)
 
