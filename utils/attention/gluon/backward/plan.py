@@ -24,7 +24,7 @@ class BackwardPlan:
     # Where a row of tiles needs a mask: nowhere, at its "ends", or "packed": at the ends that the table of `gluon/intervals.py` says.
     mask: str = "ends"
     dq: bool = True  # whether dQ is summed in this kernel; in deterministic mode `dq.py` computes it
-    depth: int = 0  # 80 or 96: so many columns have S^T, dP^T, dV and dK, and what is added to dQ, not all 128; in step 6
+    depth: int = 0  # 80 or 96: so many columns S^T, dP^T, dV and dK have, and the sums of dQ, not all 128; in step 6
 
 
 _FIRST = BackwardPlan(128, 64, 64)
