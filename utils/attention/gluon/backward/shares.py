@@ -80,8 +80,8 @@ class Share:
         """Other roles: part number `turn`. Read again where it is used again, it takes no registers in between."""
         fields = (self.field(turn, 0, WARPS),)
         for i in gl.static_range(1, 11):
-            fields += (self.field(turn, i, WARPS),)
-        return Part(*fields)
+            fields += (self.field(turn, i, WARPS),)  # type: ignore[assignment]  # in a kernel a name's tuple may grow
+        return Part(*fields)  # type: ignore[call-arg]
 
     @gluon.jit
     def release(self, turn):
