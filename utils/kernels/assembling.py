@@ -3,7 +3,7 @@
 `with_policy` tells the L2 how long to keep what TMA brings. Copies with the policy `evict_first` leave lines in the L2 that are the
 first to go when the next ones come. Without it, a cache of keys and values that is read once puts out what other kernels have left
 there, and what of that was written goes to memory while the keys come in. The policy is an argument of the kernel, so one kernel
-reads with it and without it. `narrow_products` leaves columns out of attention's P V at head dimensions 80 and 96. What
+reads with it and without it. `narrow_products` leaves columns out of attention's P V, dV and dK at head dimensions 80 and 96. What
 the GEMM rewrites is in `gemm_launch.py`.
 """
 
@@ -63,8 +63,8 @@ def reassembled(compiled: Any, rewrite: Callable[[str], str]) -> Any:
     return twin
 
 
-# A product whose left operand is in registers: its sums, and then the operand.
-_PRODUCT = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)\d+(k16[\w.]*) *\{([^{}]*)\}(?=, *\{)")
+# A product of 128 columns whose left operand is in registers: its sums, and then the operand.
+_PRODUCT = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)128(k16[\w.]*) *\{([^{}]*)\}(?=, *\{)")
 
 
 def narrow_products(ptx: str, columns: int) -> str:

@@ -193,7 +193,7 @@ class Series:
                 for (handle, _), tensors in zip(self.handles, given, strict=True):
                     handle(*tensors)
                 return
-            bound = [(x.launch, x.bind(stream, tensors)) for x, tensors in zip(self.direct, given, strict=True)]
+            bound = [(x.launch, tuple(x.bind(stream, tensors))) for x, tensors in zip(self.direct, given, strict=True)]
             self.known[stream, addresses] = bound
         for launch, arguments in bound:
             launch(*arguments)

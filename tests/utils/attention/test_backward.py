@@ -94,17 +94,18 @@ def test_masked_tiles_in_loops_of_their_own(problem, keys, head_dim):
 @pytest.fixture
 def few_processors(monkeypatch):
     """Let a GPU have so few SMs that programs share all blocks, or those of the last round."""
-    from utils.attention.gluon.backward import arguments, order
+    from utils.attention.gluon.backward import arguments, launch, order
 
     def pretend(sms, all_shared=True):
-        monkeypatch.setattr(arguments, "processors", lambda device: sms)
+        for module in (arguments, launch):
+            monkeypatch.setattr(module, "processors", lambda device: sms)
         monkeypatch.setattr(order, "PIECES_GAIN", 1e9)
         if not all_shared:
             monkeypatch.setattr(order, "FINISH_TILES", -1e9)
-        order.order_of.cache_clear()
+        order.best_order.cache_clear()
 
     yield pretend
-    order.order_of.cache_clear()
+    order.best_order.cache_clear()
 
 
 @pytest.mark.slow
@@ -259,8 +260,9 @@ def draw_shape(rng):
 
 def test_a_hundred_shapes_compile_at_most_twelve_kernels():
     """A kernel is compiled for its constants, types and boxes; whatever else differs is an argument like any other."""
-    from utils.attention.gluon.backward.arguments import Gradients, find_order, kernel_of, launches
-    from utils.attention.gluon.backward.plan import plan_for
+    from utils.attention.gluon.backward.arguments import Gradients, kernel_of, launches
+    from utils.attention.gluon.backward.order import best_order, block_order, blocks_of
+    from utils.attention.gluon.backward.plan import plan_for, span
 
     rng, compiled = random.Random(0), set()
     for _ in range(100):
@@ -271,8 +273,9 @@ def test_a_hundred_shapes_compile_at_most_twelve_kernels():
             for h, s in ((heads, sq), (kv_heads, sk))
         )
         lse = torch.empty(batch, heads, sq, device="meta")
-        plan = plan_for(6, head_dim, edges=2 if windowed else int(causal or sk % 128 > 0))
-        order = find_order(6, q, k, plan, causal, window, None)
+        plan = plan_for(6, head_dim, mask="ends" if causal or windowed or sk % 128 else "")
+        blocks = blocks_of(plan, q, k, 132, span(causal, window))
+        order = block_order(blocks) if head_dim == 256 else best_order(blocks)
         g = Gradients(q, q, k, k, q, lse, None, plan, order.slots)
         for launch in launches(6, g, order, causal, window, 0.1):
             kernel = kernel_of(launch.kernel)
@@ -312,7 +315,7 @@ def test_autograd_goes_through_a_bare_launch_and_gives_the_same():
     out, lse = reference(q, k, v, causal=True)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with gluon_cpu.simulate():
-        found, _ = Attention.apply(lambda *given: (out.to(q.dtype), lse.float()), *leaves, True, 0.125, 0, 5)
+        found, _ = Attention.apply(lambda *given: (out.to(q.dtype), lse.float()), *leaves, True, 0.125, 0, True, 5, ())
         gradients = torch.autograd.grad(found, leaves, dout)
     check(gradients, reference_gradients(*(x.detach() for x in leaves), dout, causal=True)[1], torch.bfloat16)
 
@@ -324,7 +327,7 @@ def test_gradients_of_gradients_are_refused():
 
     with FakeTensorMode():
         q, k, v, dout = (x.requires_grad_() for x in tensors(1, 1, 1, 8, 8, 64, torch.bfloat16))
-        out, _ = Attention.apply(lambda q, *given: (q + 0, torch.zeros(1, 1, 8)), q, k, v, False, 0.125, 0, 5)
+        out, _ = Attention.apply(lambda q, *given: (q + 0, torch.zeros(1, 1, 8)), q, k, v, False, 0.125, 0, True, 5, ())
         (dq,) = torch.autograd.grad(out, q, dout, create_graph=True)
         with pytest.raises(RuntimeError, match="autograd formula"):
             torch.autograd.grad(dq.sum(), q)
@@ -358,17 +361,18 @@ def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
         "import json; from utils.attention.gluon.backward.offline import compile_backward\n"
         f"for step, head_dim, deterministic in {COMPILED!r}:\n"
         "    a = compile_backward(step, head_dim, deterministic=deterministic)\n"
-        "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings, a.unused_barriers, a.count('MUFU.EX2')]))\n"
-        "for edges, number, most in (1, 0, 0), (1, 2, 0), (3, 1, 64), (3, 2, 0):\n"  # bytes around its loops
-        "    assert compile_backward(6, edges=edges, number=number).spill_bytes <= most"
+        "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings, a.unused_barriers, a.count('MUFU.EX2'), a.count('HGMMA.64x80x16')]))\n"
+        "for mask, number, most in ('ends', 0, 0), ('ends', 2, 0), ('packed', 1, 64), ('packed', 2, 0):\n"  # bytes around its loops
+        "    assert compile_backward(6, mask=mask, number=number).spill_bytes <= most"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == len(COMPILED) and not done.returncode, done.stderr[-2000:]
     assert rows[2][2] < 0.82 * rows[3][2]  # of 80 columns, S^T and dP^T have 5 of 8 products
     for (step, head_dim, deterministic), row in zip(COMPILED, rows, strict=True):
-        by_tma, by_threads, products, shared, warnings, unused, exponentials = row
+        by_tma, by_threads, products, shared, warnings, unused, exponentials, narrow = row
         assert products and shared <= 227 * 1024
+        assert narrow == (24 if head_dim == 80 else 0)  # four products of dV and four of dK, in each of the three loops
         assert warnings == []  # ptxas warns where it has to serialize wgmma
         adds = head_dim < 256 and not deterministic
         assert bool(by_tma) == (adds and step == 6) and bool(by_threads) == (adds and step == 3)

@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from utils.attention.gluon.backward.order import (
     Blocks,
@@ -13,7 +14,6 @@ from utils.attention.gluon.backward.order import (
     blocks_of,
     in_order,
     list_schedule,
-    order_of,
     query_tiles,
     schedule_tiles,
 )
@@ -21,13 +21,8 @@ from utils.attention.gluon.backward.plan import plan_for, span
 
 
 def blocks_at(batch, heads, kv_heads, length, head_dim, causal, sms=132):
-    back, ahead = span(causal, 0)
-    plan = plan_for(6, head_dim)
-    return blocks_of(plan, length, length, batch * kv_heads, heads // kv_heads, sms, back=back, ahead=ahead)
-
-
-def in_sections_of(blocks, section):
-    return Order(section, blocks.count)
+    q, k = (torch.empty(batch, n, length, head_dim, device="meta") for n in (heads, kv_heads))
+    return blocks_of(plan_for(6, head_dim), q, k, sms, span(causal, 0))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -37,7 +32,7 @@ def test_tiles_are_those_that_hold_a_pair_which_the_mask_allows(seed):
     sq, sk, block_m, block_n = rng.randint(1, 60), rng.randint(1, 60), rng.choice((4, 8)), rng.choice((4, 8))
     causal, window = rng.random() < 0.5, rng.choice((0, 1, 3, 17))
     back, ahead = span(causal, window)
-    found = query_tiles(sq, sk, block_m, block_n, back=back, ahead=ahead)
+    found = query_tiles(sq, sk, block_m, block_n, back, ahead)
     expected = []
     for key in range(0, sk, block_n):
         seen = set()
@@ -53,7 +48,7 @@ def test_a_section_of_one_head_left_over_is_what_cost_a_third():
     """2 x 8 x 4128 causal: 15 heads of 64 columns fit in the L2, and the sixteenth began when the others ended."""
     blocks = blocks_at(2, 8, 8, 4128, 64, True)
     assert blocks.fit == 15
-    before = schedule_tiles(blocks, in_sections_of(blocks, 15))
+    before = schedule_tiles(blocks, Order(15, blocks.count))
     chosen = block_order(blocks)
     assert chosen.section == 8
     assert before > 1.3 * schedule_tiles(blocks, chosen)
@@ -75,7 +70,7 @@ def test_the_last_round_is_cut_where_that_ends_earlier(count, pieces):
     order = best_order(blocks)
     assert order.whole == (count - count % 132 if pieces else count)
     assert (order.pieces > 1) == pieces and order.slots == (count - order.whole) * order.pieces
-    assert schedule_tiles(blocks, order) <= schedule_tiles(blocks, in_sections_of(blocks, 1))
+    assert schedule_tiles(blocks, order) <= schedule_tiles(blocks, Order(1, blocks.count))
 
 
 def test_a_schedule_gives_the_next_program_to_whoever_is_free():
@@ -96,8 +91,6 @@ def test_a_schedule_gives_the_next_program_to_whoever_is_free():
     ],
 )
 def test_few_blocks_are_cut(shape, pieces):
-    batch, heads, kv_heads, length, head_dim, causal = shape
-    sizes = length, length, batch * kv_heads, heads // kv_heads, 132, span(causal, 0)
-    order = order_of(plan_for(6, head_dim), *sizes, True)
+    order = best_order(blocks_at(*shape))
     assert (order.slots > 0 and order.whole == 0) == pieces
-    assert not order_of(plan_for(6, head_dim), *sizes, False).slots
+    assert not block_order(blocks_at(*shape)).slots

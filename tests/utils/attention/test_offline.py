@@ -163,7 +163,7 @@ def test_a_compiled_kernel_is_found_again_by_another_process():
         "from utils.attention.gluon.backward import arguments as backward\n"
         "from utils.attention.gluon.decode import cluster, kernel, keys, merge, quantized_keys, rows\n"
         "kernels = [launch.kernel_of(step) for step in range(1, 6)]\n"
-        "names = *backward.MAIN_KERNELS.values(), backward.WIDE_KERNEL, 'dq.attention_backward_dq'\n"
+        "names = *backward.MAIN_KERNELS.values(), 'dq.attention_backward_dq'\n"
         "kernels += [backward.kernel_of(name) for name in names]\n"
         "modules = cluster, kernel, keys, merge, quantized_keys, rows\n"
         "kernels += [found for module in modules for name, found in vars(module).items() if name.startswith(('attention_decode', 'attend_'))]"

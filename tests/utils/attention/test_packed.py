@@ -34,7 +34,7 @@ def test_kernels_match_float64(monkeypatch, head_dim, lengths, is_causal, window
     from utils import gluon_cpu
     from utils.attention.gluon.arguments import Arguments
     from utils.attention.gluon.backward import arguments, order
-    from utils.attention.gluon.backward.launch import backward
+    from utils.attention.gluon.backward import launch as launches
     from utils.attention.gluon.plan import packed_variant, plan_for
     from utils.attention.gluon.step5_overlapped import launch
 
@@ -47,14 +47,15 @@ def test_kernels_match_float64(monkeypatch, head_dim, lengths, is_causal, window
     scores = (leaves[0] @ keys.mT * scale).masked_fill(~visible(lengths, is_causal, window), -math.inf)
     expected, expected_lse = torch.softmax(scores, -1) @ values, torch.logsumexp(scores, -1)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-    monkeypatch.setattr(arguments, "processors", lambda device: 3)  # programs have several blocks
+    for module in (arguments, launches):
+        monkeypatch.setattr(module, "processors", lambda device: 3)  # programs have several blocks
     if window:  # pieces of all blocks, as where there are few
         pieces = lambda blocks: order.Order(blocks.heads, 0, 3, 3 * blocks.count)  # noqa: E731
-        monkeypatch.setattr(arguments, "best_order", pieces)
+        monkeypatch.setattr(launches, "best_order", pieces)
     with gluon_cpu.simulate() as run:
         plan = plan_for(5, head_dim, packed_variant(head_dim, tokens, 4, 132))
         launch(Arguments(q, k, v, out, lse, is_causal, window, True, scale / math.log(2), plan, 3, lengths))
-        found = backward(dout, q, k, v, out, lse, causal=is_causal, window=window or None, lengths=lengths)
+        found = launches.backward(dout, q, k, v, out, lse, causal=is_causal, window=window or None, lengths=lengths)
     assert run.ok and (lse - expected_lse).abs().max() < 1e-5
     wanted = [expected, *torch.autograd.grad(expected, leaves, dout.double())]
     for x, y in zip((out, *found), wanted, strict=True):

@@ -46,11 +46,11 @@ def test_a_kernel_without_such_copies_or_without_the_argument_is_named():
         policy_copies(PTX.replace(".f32", ".u32"))
 
 
-def test_products_from_registers_lose_columns_and_what_scaled_them():
+def test_products_of_128_columns_from_registers_lose_some_and_what_scaled_them():
     sums = [f"%r{i}" for i in range(64)]
     product = "wgmma.mma_async.sync.aligned.m64n{}k16.f32.bf16.bf16 {{{}}}, {}, %rd2, %p1, 1, 1, 1;"
     scores = product.format(128, ",".join(sums), "%rd1")
     scaled = " ".join(f"mul.f32 {x}, {x}, %r99;" for x in sums)
-    output, narrow = (product.format(n, ",".join(sums[: n // 2]), "{%r70,%r71,%r72,%r73}") for n in (128, 80))
-    lines = narrow_products("\n".join((scores, scaled, output)), 80).splitlines()
-    assert (lines[0], lines[2]) == (scores, narrow) and lines[1].split() == scaled.split()[: 4 * 40]
+    output, narrow, few = (product.format(n, ",".join(sums[: n // 2]), "{%r70,%r71,%r72,%r73}") for n in (128, 80, 64))
+    lines = narrow_products("\n".join((scores, scaled, output, few)), 80).splitlines()
+    assert (lines[0], *lines[2:]) == (scores, narrow, few) and lines[1].split() == scaled.split()[: 4 * 40]

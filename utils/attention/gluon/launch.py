@@ -137,7 +137,7 @@ def forward(
     with torch.no_grad():
         bare = q.is_cuda and scale > 0 and not observed(q, k, v)
     if bare and needs_grad:
-        out, lse = Attention.apply(_run, q, k, v, causal, scale, window or 0, step, lengths)
+        out, lse = Attention.apply(_run, q, k, v, causal, scale, window or 0, True, step, lengths)
     elif bare:
         out, lse = _run(q, k, v, causal, scale, window or 0, return_lse, step, lengths)
     else:

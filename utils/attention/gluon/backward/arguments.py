@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from utils.attention.gluon.arguments import descriptor
-from utils.attention.gluon.backward.order import Order, best_order, blocks_of, order_of
+from utils.attention.gluon.backward.order import Order
 from utils.attention.gluon.backward.plan import BackwardPlan, span
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ MAIN_KERNELS = {
     1: "step1_atomics.attention_backward_step1",
     3: "step3_warp_specialized.attention_backward_step3",
     6: "step6_one_consumer.attention_backward_step6",
+    256: "wide_heads.attention_backward_wide",  # step 6 at this head dimension
 }
-WIDE_KERNEL = "wide_heads.attention_backward_wide"
 
 
 @functools.lru_cache(maxsize=16)
@@ -63,22 +63,20 @@ class Gradients:
         self.counter = torch.empty(1, dtype=torch.int32, device=q.device)  # numbers that were drawn (`shares.py`)
 
 
-def box_of(g: Gradients, name: str, rows: int) -> list[int]:
-    """Return the box of a tensor's TMA descriptor: of its heads, or of a matrix of fp32 numbers."""
-    if name in ("sums", "lse2", "delta"):
-        return [rows, 128] if name == "sums" else [1, rows]
-    return [1, 1, rows, g.plan.block_d]
-
-
-def descriptor_of(g: Gradients, name: str, rows: int):
-    """Return the TMA descriptor of a tensor, with boxes of so many rows."""
+def arguments_of(g: Gradients, launch: Launch) -> list:
+    """Return the first arguments of a launch: TMA descriptors, and the tensors that are passed as pointers."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    x, box = getattr(g, name), box_of(g, name, rows)
-    if len(box) == 4:
-        return descriptor(x, rows, g.plan.block_d)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, gl.NVMMASharedLayout(0, 32, rank=2))
+    found: list = [getattr(g, name) for name in launch.tensors]
+    for i, rows in enumerate(launch.boxes):
+        x, numbers = found[i], gl.NVMMASharedLayout(0, 32, rank=2)
+        if x.ndim == 4:
+            found[i] = descriptor(x, rows, g.plan.block_d)
+        else:  # a matrix of fp32 numbers
+            box = [rows, 128] if launch.tensors[i] == "sums" else [1, rows]
+            found[i] = TensorDescriptor(x, list(x.shape), list(x.stride()), box, numbers)
+    return found
 
 
 def strides(x: torch.Tensor) -> tuple[int, ...]:
@@ -93,7 +91,7 @@ def launches(
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
     rows, width = g.lse2.shape[1], plan.block_d
     # Columns of the sums of dQ, in units of 64 and, those that are cleared, of 8.
-    summed = (width // 64, (width if step == 1 else head_dim) // 8) if plan.dq else (0, 0)
+    summed = (width // 64, head_dim // 8) if plan.dq else (0, 0)
     start = Launch(
         "fragments.start_backward",
         (rows // 64, batch * heads),
@@ -110,12 +108,12 @@ def launches(
     if programs:
         tensors: tuple[str, ...] = ("sums", "dq", "parts", "dv", "dk")
         numbers = *sizes[:3], head_dim // 8, width // 64, *blocks, for_parts, scale
-        constants: dict[str, Any] = {"FRAGMENTS": step > 1, "TABLE": packed is not None}
+        constants: dict[str, Any] = {"TABLE": packed is not None}
         found.append(Launch("fragments.finish_backward", (programs,), tensors, numbers, constants, early=True))
     if not plan.dq:
         keys, grid = 128 if width == 64 else 64, (-(-sq // 128) * batch * heads,)
         tensors = "q", "dout", "k", "v", "dq", "lse2", "delta"
-        constants = {"PLAN": replace(plan, edges=2, depth=0)}
+        constants = {"PLAN": replace(plan, mask="ends", depth=0)}
         boxes = 64, 64, keys, keys, 64
         found.append(Launch("dq.attention_backward_dq", grid, tensors, (*sizes, scale), constants, boxes))
     return found
@@ -129,8 +127,7 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
         constants = {"HEAD_DIM": g.q.shape[-1], "PLAN": plan}
         return Launch(MAIN_KERNELS[1], (blocks[2], blocks[0]), (*tensors, "sums"), (*sizes, scale), constants)
     if step == 3 or plan.block_d == 256:
-        kernel = MAIN_KERNELS[3] if step == 3 else WIDE_KERNEL
-        tensors = (*tensors, "sums") if step == 3 else tensors
+        kernel, tensors = (MAIN_KERNELS[3], (*tensors, "sums")) if step == 3 else (MAIN_KERNELS[256], tensors)
         numbers, boxes = (*sizes, *blocks[:3], scale), (m, m, n, 64, 64, 64, m, m)
         return Launch(kernel, (programs,), tensors, numbers, {"PLAN": plan}, boxes, early=True)
     tensors = *tensors, "sums", "parts", "counter", "dk", "dv"
@@ -144,15 +141,21 @@ def run(g: Gradients, launch: Launch):
     """Launch a kernel; return a `Handle` that repeats the launch, or None where it was simulated."""
     from utils.kernels.handle import Handle
 
-    kernel = kernel_of(launch.kernel)
-    tensors = [descriptor_of(g, name, rows) for name, rows in zip(launch.tensors, launch.boxes, strict=False)]
-    tensors += [getattr(g, name) for name in launch.tensors[len(launch.boxes) :]]
+    kernel, tensors = kernel_of(launch.kernel), arguments_of(g, launch)
     options = {"num_warps": launch.warps, "launch_pdl": launch.early}
     compiled = kernel[launch.grid](*tensors, *launch.numbers, **launch.constants, **options)
     if compiled is None or not g.q.is_cuda:
         return None
     rest = *launch.numbers, *launch.constants.values()
-    return Handle(compiled, launch.grid, tensors, rest, g.q.device.index)
+    return Handle(narrowed(compiled, launch), launch.grid, tensors, rest, g.q.device.index)
+
+
+def narrowed(compiled, launch: Launch):
+    """Return a compiled kernel whose dV and dK have as many columns as the plan says (`depth`), or all."""
+    from utils.kernels.assembling import narrow_products, reassembled
+
+    depth = launch.constants["PLAN"].depth if "PLAN" in launch.constants else 0
+    return reassembled(compiled, lambda ptx: narrow_products(ptx, depth)) if depth else compiled
 
 
 @functools.cache
@@ -160,14 +163,3 @@ def kernel_of(name: str):
     """Import a kernel of this package by "module.function" (imports Triton)."""
     module, name = name.split(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)
-
-
-def find_order(
-    step: int, q: torch.Tensor, k: torch.Tensor, plan: BackwardPlan, causal: bool, window: int, packed: Packed | None
-) -> Order:
-    """Return the order of blocks for these tensors on their GPU."""
-    (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape
-    shape, sms = (plan, sq, sk, batch * kv_heads, heads // kv_heads), processors(q.device)
-    if packed is None:
-        return order_of(*shape, sms, span(causal, window), step == 6 and plan.block_d < 256)
-    return best_order(replace(blocks_of(*shape, sms, back=0, ahead=0), tiles=packed.blocks))

@@ -14,8 +14,6 @@ long again as the product itself, with 64 as long. So at 256 V has one slot, whi
 V comes while dS and dQ are computed.
 """
 
-# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -85,7 +83,7 @@ def consumer(sizes, place, rings, dq_desc, numbers, scale, W: gl.constexpr):
         s = wait_products(s, 1, BLOCK_N)
         p = gl.exp2(s * (scale * LOG2_E) - lse2[:, None])
         if sizes.needs_mask(key, BLOCK_N, row, 64):
-            p = sizes.mask(p, key, row, 1)
+            p = sizes.mask_keys(p, key, row)
         dp = wait_products(dp, 0, BLOCK_N)
         v.release(i)
         ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), left_operand(BLOCK_D))

@@ -168,7 +168,7 @@ def finish_part(parts_ptr, dv_ptr, dk_ptr, sizes, blocks, program, scale, TABLE:
 
 
 @gluon.jit
-def finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, number, scale, FRAGMENTS: gl.constexpr):
+def finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, number, scale):
     """Scale piece `number` of the sums, 64 queries x 64 columns, and store it as rows of dQ."""
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -179,13 +179,10 @@ def finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, number, scale, FRAGMENTS: g
     r = tile % tiles * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     d = piece * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     keep = (r < sq) & (d < head_dim * 8)
-    if FRAGMENTS:
-        i = gl.arange(0, 4096, flat)
-        # Eight columns follow each other. What lies behind the head dimension was not cleared either.
-        sums = gl.load(sums_ptr + number.to(gl.int64) * 4096 + i, mask=i < (head_dim - piece * 8) * 512, other=0.0)
-        dq = gl.convert_layout(from_fragments(sums, 64), layout)
-    else:
-        dq = gl.load(sums_ptr + (head * (tiles * 64) + r) * (width * 64) + d, mask=keep, other=0.0)
+    i = gl.arange(0, 4096, flat)
+    # Eight columns follow each other. What lies behind the head dimension was not cleared either.
+    sums = gl.load(sums_ptr + number.to(gl.int64) * 4096 + i, mask=i < (head_dim - piece * 8) * 512, other=0.0)
+    dq = gl.convert_layout(from_fragments(sums, 64), layout)
     at = dq_ptr + (head * sq + r) * (head_dim * 8) + d
     gl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=keep)
 
@@ -209,13 +206,12 @@ def finish_backward(
     pieces,
     for_parts,
     scale,
-    FRAGMENTS: gl.constexpr,
     TABLE: gl.constexpr,
 ):
     """End a backward pass: grid (for_parts + pieces of dQ's sums,).
 
     head_dim is in units of 8 elements, so that the compiler knows of 16 bytes; width in 64 columns. for_parts: so many programs add up parts, eight for each block that was cut and each 64 columns.
-    FRAGMENTS: dQ's sums are in the order of the fragments, else in rows. TABLE: `back` is the table of packed sequences.
+    TABLE: `back` is the table of packed sequences.
     """
     wait_for_launch_before()
     program = gl.program_id(0)
@@ -224,4 +220,4 @@ def finish_backward(
         finish_part(parts_ptr, dv_ptr, dk_ptr, (sk, back, head_dim, width), blocks, program, scale, TABLE)
     else:
         # The last heads come first, whose sums are still in the L2.
-        finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, gl.num_programs(0) - 1 - program, scale, FRAGMENTS)
+        finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, gl.num_programs(0) - 1 - program, scale)

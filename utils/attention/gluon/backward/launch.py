@@ -15,8 +15,9 @@ from collections.abc import Callable
 import torch
 
 from utils.attention.gluon.arguments import addressable
-from utils.attention.gluon.backward.arguments import Gradients, find_order, launches, processors, run
-from utils.attention.gluon.backward.plan import plan_for
+from utils.attention.gluon.backward.arguments import Gradients, launches, processors, run
+from utils.attention.gluon.backward.order import best_order, block_order, blocks_of
+from utils.attention.gluon.backward.plan import plan_for, span
 from utils.kernels.handle import Series
 from utils.newest import Newest
 
@@ -31,9 +32,12 @@ def _keep(handles: list, g: Gradients) -> Callable:
     places = {name: (i, 0) for i, name in enumerate(_GIVEN)}
     places |= {name: (len(_GIVEN), 4 * start) for name, start in zip(_BETWEEN, starts, strict=True)}
     series = Series([(handle, [places[name] for name in tensors]) for handle, tensors in handles])
+    contiguous = torch.contiguous_format
 
     def launch(addresses: list[int], q, k, v, lse, dlse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq = torch.empty_like(q, memory_format=contiguous)
+        dk = torch.empty_like(k, memory_format=contiguous)
+        dv = torch.empty_like(v, memory_format=contiguous)
         numbers = lse, lse if dlse is None else dlse, dq, dk, dv, lse.new_empty(size)
         series((*addresses, *[x.data_ptr() for x in numbers]))  # `addresses` are those of dout to out
         return dq, dk, dv
@@ -78,35 +82,24 @@ def backward(
         lengths: Of packed sequences, up to head dimension 128 and not deterministic.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return gradients(dout, dlse, q, k, v, out, lse, causal, scale, window or 0, deterministic, step, lengths)
+    return gradients(dout, dlse, q, k, v, out, lse, (causal, scale, window or 0, deterministic, lengths), step)
 
 
-def gradients(
-    dout, dlse, q, k, v, out, lse, causal: bool, scale: float, window: int, deterministic: bool, step=6, lengths=()
-):
-    """`backward` with all arguments given: by an earlier call's launches, if there was one with such tensors."""
+def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bool, tuple[int, ...]], step=6):
+    """`backward` with all arguments given: by an earlier call's launches, if there was one with such tensors.
+
+    problem: causal, scale, window, deterministic, lengths.
+    """
     given = dout, q, k, v, out
-    key = (
-        *(
-            q.shape,
-            k.shape,
-            v.shape,
-            q.stride(),
-            k.stride(),
-            v.stride(),
-            out.stride(),
-            dout.stride(),
-            q.dtype,
-            q.device,
-        ),
-        *(lse.dtype, lse.is_contiguous(), dlse is None or (dlse.dtype, dlse.is_contiguous())),
-        *(causal, scale, window, deterministic, step, lengths),
-    )
+    shapes = q.shape, k.shape, v.shape, q.dtype, q.device, lse.dtype, lse.is_contiguous()
+    strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
+    key = problem, step, shapes, strides, dlse is None or (dlse.dtype, dlse.is_contiguous())
     if (kept := _kept.get(key)) is not None:
         # Where the tensors start is no part of the key, and is looked at each time.
         a, b, c, d, e = addresses = [x.data_ptr() for x in given]
         if (a | b | c | d | e) % 16 == 0:
             return kept(addresses, q, k, v, lse, dlse)
+    deterministic, lengths = problem[3:]
     if q.shape[-1] % 8:
         raise ValueError(
             f"The head dimension must be a multiple of 8, not {q.shape[-1]}: TMA moves 16 bytes at a time."
@@ -123,28 +116,29 @@ def gradients(
     if q.shape[-1] > 128 and group > 1 and 2 * k.shape[0] * k.shape[1] * -(-k.shape[2] // 64) <= processors(q.device):
         # Few blocks of 64 keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
         keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-        dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, causal, scale, window, deterministic, step)
+        dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, problem, step)
         return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     with torch.cuda.device(q.device if q.is_cuda else -1):
-        g = _launch(key, given, lse, dlse, causal, scale, window, deterministic, step, lengths)
+        g = _launch(key, given, lse, dlse, problem, step)
     return g.dq, g.dk, g.dv
 
 
-def _launch(key: tuple, given: tuple, lse, dlse, causal, scale, window, deterministic, step, lengths) -> Gradients:
+def _launch(key: tuple, given: tuple, lse, dlse, problem: tuple, step: int) -> Gradients:
     """Plan and launch a backward pass, and keep its launches if TMA could address its tensors without a copy."""
+    causal, scale, window, deterministic, lengths = problem
     dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given)
     numbers = lse.float().contiguous(), None if dlse is None else dlse.float().contiguous()
-    packed, edges = None, 2 if window else int(causal or k.shape[2] % 128 > 0)
-    plan = plan_for(step, q.shape[-1], deterministic, 3 if lengths else edges)
+    mask = "packed" if lengths else "ends" if causal or window or k.shape[2] % 128 else ""
+    packed, plan = None, plan_for(step, q.shape[-1], deterministic, mask)
     if lengths:
         from utils.attention.gluon.intervals import packed_keys
 
         packed = packed_keys(lengths, causal, window, plan.block_n, plan.block_m, q.device)
-    order = find_order(step, q, k, plan, causal, window, packed)
+    blocks = blocks_of(plan, q, k, processors(q.device), span(causal, window), packed.blocks if packed else ())
+    order = best_order(blocks) if step == 6 and plan.block_d < 256 else block_order(blocks)
     g = Gradients(dout, q, k, v, out, *numbers, plan, order.slots)
-    handles = []
-    for launch in launches(step, g, order, causal, window, scale, packed):
-        handles.append((run(g, launch), launch.tensors))
+    found = launches(step, g, order, causal, window, scale, packed)
+    handles = [(run(g, launch), launch.tensors) for launch in found]
     if handles[0][0] is not None and all(
         x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)
     ):

@@ -28,7 +28,7 @@ def attention_gluon_backward(
     lengths: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v. window 0: none; lengths: of packed sequences; dlse: gradient of the log-sum-exp, if it was used."""
-    return gradients(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic, lengths=tuple(lengths or ()))
+    return gradients(dout, dlse, q, k, v, out, lse, (causal, scale, window, deterministic, tuple(lengths or ())))
 
 
 @attention_gluon_backward.register_fake
@@ -43,19 +43,24 @@ def _save_for_backward(ctx, inputs, output) -> None:
         ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse)
-    ctx.settings = causal, scale, window, return_lse, lengths
+    ctx.problem = causal, scale, window, return_lse, tuple(lengths or ())
 
 
 def _gradients(ctx, dout, dlse):
+    """Gradients by a bare launch, or by the operator where more than autograd has to see it."""
     q, k, v, out, lse = ctx.saved_tensors
-    causal, scale, window, return_lse, lengths = ctx.settings
+    causal, scale, window, return_lse, lengths = ctx.problem
     if not return_lse:
         raise RuntimeError("The backward pass needs the log-sum-exp: call attention_gluon with return_lse=True.")
     dout = torch.zeros_like(out) if dout is None else dout
     deterministic = torch.are_deterministic_algorithms_enabled()
-    problem = causal, scale, window, deterministic, lengths
-    dq, dk, dv = attention_gluon_backward(dout, dlse, q, k, v, out, lse, *problem)
-    return dq, dk, dv, None, None, None, None, None, None
+    # Gradients of gradients are asked for if gradients are on here; q, k and v were looked at by the forward pass.
+    if torch.is_grad_enabled() or observed(dout, q):
+        problem = causal, scale, window, deterministic, list(lengths)
+        found = attention_gluon_backward(dout, dlse, q, k, v, out, lse, *problem)
+    else:
+        found = gradients(dout, dlse, q, k, v, out, lse, (causal, scale, window, deterministic, lengths))
+    return *found, None, None, None, None, None, None
 
 
 def differentiate(attention_gluon) -> None:
@@ -67,23 +72,13 @@ class Attention(torch.autograd.Function):
     """The output and the log-sum-exp of `run(q, k, v, *problem)`, with gradients of q, k and v."""
 
     @staticmethod
-    def forward(ctx, run, q, k, v, causal, scale, window, step, lengths=()):
-        """Run the forward pass, and keep its tensors for the backward pass."""
-        out, lse = run(q, k, v, causal, scale, window, True, step, lengths)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.problem = causal, scale, window
-        ctx.lengths = lengths
-        return out, lse
+    def forward(ctx, run, *inputs):
+        """Run the forward pass, and keep its tensors for the backward pass; inputs: those of the forward's operator."""
+        output = run(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        return output
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        """Gradients by a bare launch, or by the operator where a dispatch mode has to see it."""
-        q, k, v, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        problem = *ctx.problem, torch.are_deterministic_algorithms_enabled()
-        if observed(dout, q, k, v):
-            found = attention_gluon_backward(dout, dlse, q, k, v, out, lse, *problem, list(ctx.lengths))
-        else:
-            found = gradients(dout, dlse, q, k, v, out, lse, *problem, lengths=ctx.lengths)
-        return None, *found, None, None, None, None, None
+        """Return the gradients of the inputs, and none of `run`."""
+        return None, *_gradients(ctx, dout, dlse)

@@ -5,8 +5,8 @@ queries: under a causal mask one to all of them, with grouped heads as many time
 things make SMs wait for each other at the end:
 
 - A long block that starts late. Heads come in sections that fit in the L2, the longest blocks of a section first. 16 heads
-  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size, and as
-  many as give the shortest schedule.
+  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size, and larger
+  where that makes up for it: packed sequences of 8 heads ended 3 and 7% earlier.
 - Fewer blocks than SMs, or a last round of few blocks. Then these blocks are cut into pieces (`shares.py`), if that gains more
   than the sums of the pieces cost. All pieces of a block come before the next block's, so that the last ones are short: the
   first pieces of all blocks before all second ones took 1.12 times as long at ten grouped causal shapes.
@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import functools
 import heapq
-import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from utils.attention.gluon.backward.plan import BackwardPlan
+
+if TYPE_CHECKING:
+    import torch
 
 # What the heads in flight should fit in, of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit up to 30%.
 L2_BYTES = 32 << 20
@@ -30,7 +33,7 @@ L2_BYTES = 32 << 20
 BLOCK_TILES = 1.4  # beginning and end of a block: barriers, the first K and Q, stores of dV and dK
 FINISH_TILES = 0.5  # more work for the last kernel
 ADD_TILES = 0.0061  # writing and reading a piece of 128 keys x 64 columns once more, of all SMs together
-WIDER = 0.03  # share of the time that each doubling of the sections beyond the L2 costs: a guess, 30% were seen for all heads
+LARGE_GAIN = 0.97  # what is read from memory again costs so much: a guess, 30% were seen for all heads
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
 MOST_BLOCKS = 8  # of an SM, that are scheduled one by one: those before them end at about the same time on all SMs
@@ -64,7 +67,7 @@ class Blocks:
         return len(self.tiles) * self.heads
 
 
-def query_tiles(sq: int, sk: int, block_m: int, block_n: int, *, back: int, ahead: int) -> tuple[int, ...]:
+def query_tiles(sq: int, sk: int, block_m: int, block_n: int, back: int, ahead: int) -> tuple[int, ...]:
     """Return how many tiles of queries see each block of keys, as the kernel counts them (`Sizes.tiles_of`).
 
     back, ahead: a query sees so many keys before its position, and so many behind it.
@@ -80,14 +83,14 @@ def query_tiles(sq: int, sk: int, block_m: int, block_n: int, *, back: int, ahea
 
 
 def blocks_of(
-    plan: BackwardPlan, sq: int, sk: int, heads: int, group: int, sms: int, *, back: int, ahead: int
+    plan: BackwardPlan, q: torch.Tensor, k: torch.Tensor, sms: int, reach: tuple[int, int], tiles: tuple[int, ...] = ()
 ) -> Blocks:
-    """Return the blocks of a launch; heads: of keys, of all sequences. back, ahead: as for `query_tiles`."""
-    tiles = query_tiles(sq, sk, plan.block_m, plan.block_n, back=back, ahead=ahead)
-    rows = -(-sq // 128) * 128
-    # Q and dO in 16 bits, the sums of dQ in 32.
-    fit = max(1, L2_BYTES // (rows * plan.block_d * 8 * group))
-    return Blocks(tiles, heads, group, fit, sms, plan.block_d)
+    """Return the blocks of a launch; reach: back and ahead of `query_tiles`; tiles: those of packed sequences' blocks."""
+    (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape
+    tiles = tiles or query_tiles(sq, sk, plan.block_m, plan.block_n, *reach)
+    # Of a head Q and dO in 16 bits, and the sums of dQ in 32.
+    fit = max(1, L2_BYTES // (-(-sq // 128) * 128 * plan.block_d * 8 * (heads // kv_heads)))
+    return Blocks(tiles, batch * kv_heads, heads // kv_heads, fit, sms, plan.block_d)
 
 
 def in_order(blocks: Blocks, section: int) -> list[int]:
@@ -118,36 +121,21 @@ def schedule_tiles(blocks: Blocks, order: Order) -> float:
     return end + (FINISH_TILES + ADD_TILES * (blocks.width // 64) * len(rest) * pieces if rest else 0)
 
 
-def sections(blocks: Blocks) -> list[int]:
-    """Return sizes of sections to choose from, that which fits in the L2 first; the sections of a size are as even as can be."""
+def block_order(blocks: Blocks) -> Order:
+    """Return an order of whole blocks: heads in even sections that fit in the L2, or twice as large where that ends earlier."""
     # Heads that run at the same time anyway need not fit.
     fit = max(blocks.fit, -(-blocks.sms // len(blocks.tiles)))
-    most = -(-blocks.heads // fit)
-    return [-(-blocks.heads // count) for count in range(most, max(most - 8, 0), -1)]
+    count = -(-blocks.heads // fit)
+    small, large = (Order(-(-blocks.heads // n), blocks.count) for n in (count, -(-count // 2)))
+    return large if LARGE_GAIN * schedule_tiles(blocks, small) > schedule_tiles(blocks, large) else small
 
 
-def block_order(blocks: Blocks) -> Order:
-    """Return the order of whole blocks that ends first, by the schedule."""
-    sizes = sections(blocks)
-    if min(blocks.tiles) == max(blocks.tiles):
-        return Order(sizes[0], blocks.count)
-
-    def cost(section: int) -> float:
-        wider = 1 + WIDER * max(0.0, math.log2(section / sizes[0]))
-        return schedule_tiles(blocks, Order(section, blocks.count)) * wider
-
-    return Order(min(sizes, key=cost), blocks.count)
-
-
+@functools.lru_cache(maxsize=512)
 def best_order(blocks: Blocks) -> Order:
-    """Return the order that ends first: of whole blocks, or with all blocks or the last ones in pieces.
-
-    The last ones are those of the last round, or of the last section where blocks are of unequal length.
-    """
+    """Return the order that ends first: of whole blocks, or with those of the last round or section, or all, in pieces."""
     found = block_order(blocks)
-    wholes = {blocks.count - blocks.count % blocks.sms}
-    if min(blocks.tiles) < max(blocks.tiles):
-        wholes = {0, (blocks.heads - 1) // found.section * found.section * len(blocks.tiles)}
+    last_section = (blocks.heads - 1) // found.section * found.section * len(blocks.tiles)
+    wholes = 0, last_section, blocks.count - blocks.count % blocks.sms
     cut = [
         Order(found.section, whole, pieces, (blocks.count - whole) * pieces)
         for whole in wholes
@@ -156,12 +144,3 @@ def best_order(blocks: Blocks) -> Order:
     ]
     best = min(cut, key=lambda order: schedule_tiles(blocks, order), default=found)
     return best if schedule_tiles(blocks, best) < PIECES_GAIN * schedule_tiles(blocks, found) else found
-
-
-@functools.lru_cache(maxsize=512)
-def order_of(
-    plan: BackwardPlan, sq: int, sk: int, heads: int, group: int, sms: int, span: tuple[int, int], pieces: bool
-) -> Order:
-    """Return the order that ends first; arguments as for `blocks_of`. pieces: whether the kernel knows pieces of blocks."""
-    blocks = blocks_of(plan, sq, sk, heads, group, sms, back=span[0], ahead=span[1])
-    return best_order(blocks) if pieces else block_order(blocks)

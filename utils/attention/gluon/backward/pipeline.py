@@ -1,7 +1,5 @@
 """What the kernels share: sizes and masks, rings of tiles with a row of statistics, a block's tiles, and the producer."""
 
-# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
 
 from triton.experimental import gluon
@@ -25,7 +23,7 @@ class Sizes:
     """Sizes of the problem, and which tiles of queries see a block of keys.
 
     A query sees the keys from `back` before its position to `ahead` behind it; the last query has the last key's position.
-    Or PLAN.edges is 3, and `back` the table of `intervals.py`.
+    With PLAN.mask "packed", `back` is the table of `intervals.py`.
     """
 
     sq: gl.tensor
@@ -54,16 +52,13 @@ class Sizes:
         """Tiles of queries [first, end) of lo .. hi - 1 that need no mask, or limits outside of these; stop: the keys' end."""
         ROWS: gl.constexpr = self.PLAN.block_n
         BLOCK_M: gl.constexpr = self.PLAN.block_m
-        first, end = lo, hi
-        if self.PLAN.edges == 3:
+        if self.PLAN.mask == "packed":
             first, end = clean_interval(self.back, key, ROWS, stop, self.sk, BLOCK_M)
-        elif self.PLAN.edges > 0:
-            first = gl.cdiv(gl.maximum(key + ROWS - 1 - self.ahead - (self.sk - self.sq), 0), BLOCK_M)
-        if self.PLAN.edges == 2:
-            end = gl.maximum(key + self.back - (self.sk - self.sq) + 1, 0) // BLOCK_M
-        if self.PLAN.edges > 0:
-            first = gl.where(key + ROWS > stop, hi, first)
-        return first, end
+        else:
+            own = key - (self.sk - self.sq)  # the query that has the first key's position
+            first = gl.cdiv(gl.maximum(own + ROWS - 1 - self.ahead, 0), BLOCK_M)
+            end = gl.maximum(own + self.back + 1, 0) // BLOCK_M
+        return gl.where(key + ROWS > stop, hi, first), end
 
     @gluon.jit
     def needs_mask(self, key, KEYS: gl.constexpr, row, ROWS: gl.constexpr):
@@ -73,25 +68,14 @@ class Sizes:
         return outside | (key + KEYS > self.sk)
 
     @gluon.jit
-    def mask(self, p, key, row, KEYS: gl.constexpr):
-        """Zero the probabilities of keys key.. (dimension KEYS) and queries row.. where a query may not look.
+    def mask(self, p, key, row, bounds=0):
+        """Zero the probabilities [keys, queries] of keys key.. and queries row.. where a query may not look.
 
         The probabilities and not the scores, because an infinite score times a negative scale would be infinite again.
+        bounds: which queries see each key of the block, if there is a table.
         """
-        QUERIES: gl.constexpr = 1 - KEYS
-        layout: gl.constexpr = p.type.layout
-        keys = gl.expand_dims(key + gl.arange(0, p.shape[KEYS], gl.SliceLayout(QUERIES, layout)), QUERIES)
-        queries = gl.expand_dims(row + gl.arange(0, p.shape[QUERIES], gl.SliceLayout(KEYS, layout)), KEYS)
-        positions = queries + (self.sk - self.sq)
-        # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
-        keep = (keys < self.sk) & (keys <= positions + self.ahead) & (keys >= positions - self.back)
-        return gl.where(keep, p, 0.0)
-
-    @gluon.jit
-    def mask_product(self, p, bounds, key, row):
-        """`mask` for [keys, BLOCK_M queries] in the registers of products, in a third of the instructions; bounds: if there is a table."""
         layout: gl.constexpr = gl.SliceLayout(1, p.type.layout)
-        if self.PLAN.edges == 3:
+        if self.PLAN.mask == "packed":
             first, behind = bounds.index(0).load(layout) - row, bounds.index(1).load(layout) - row
         else:
             keys = key + gl.arange(0, p.shape[0], layout)
@@ -99,6 +83,12 @@ class Sizes:
             # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
             first, behind = gl.where(keys < self.sk, own - self.ahead, p.shape[1]), own + self.back + 1
         return zero_columns(p, first, behind)
+
+    @gluon.jit
+    def mask_keys(self, p, key, row):
+        """`mask` of probabilities [queries, keys]."""
+        position = row + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout)) + (self.sk - self.sq)
+        return zero_columns(p, position - self.back - key, gl.minimum(position + self.ahead + 1, self.sk) - key)
 
 
 @gluon.jit
@@ -201,6 +191,12 @@ class Part:
         skipped = self.at // gl.maximum(self.hi - self.lo, 1)
         return self.kv_head * sizes.group + skipped, self.lo + self.at - skipped * (self.hi - self.lo)
 
+    @gluon.jit
+    def behind(self, head, m):
+        """(query head, tile of that head) behind these."""
+        last = m + 1 == self.hi
+        return gl.where(last, head + 1, head), gl.where(last, self.lo, m + 1)
+
 
 @gluon.jit
 def block_place(block, blocks_n, section, total):
@@ -221,7 +217,7 @@ def block_place(block, blocks_n, section, total):
 def part_of(sizes, n, flat, piece, pieces, slot):
     """The Part of a block of keys n of head `flat`: all of it (piece 0 of 1), or one of equal pieces."""
     batch = flat // sizes.kv_heads
-    if sizes.PLAN.edges == 3:
+    if sizes.PLAN.mask == "packed":
         key, stop = tile_entry(sizes.back, n, sizes.sk, 0), tile_entry(sizes.back, n, sizes.sk, 1)
         lo, hi = tile_entry(sizes.back, n, sizes.sk, 2), tile_entry(sizes.back, n, sizes.sk, 3)
     else:
@@ -309,7 +305,4 @@ def load_part(work, part, done, descriptors):
         if part.count > 0:
             work.q.load_numbers(done + i, lse_desc, part.batch * heads + head, m * BLOCK_M)
             work.do.load_numbers(done + i, delta_desc, part.batch * heads + head, m * BLOCK_M)
-        m += 1
-        if m == part.hi:
-            m = part.lo
-            head += 1
+        head, m = part.behind(head, m)

@@ -56,19 +56,8 @@ class Share:
         """Producer: tell the other roles this program's part number `turn`; a negative key: there is none."""
         slot = turn & 1
         mbarrier.wait(self.empty.index(slot), ((turn >> 1) & 1) ^ 1)  # the part of two turns ago is done
-        fields = (
-            part.key,
-            part.stop,
-            part.batch,
-            part.kv_head,
-            part.lo,
-            part.first,
-            part.end,
-            part.hi,
-            part.at,
-            part.count,
-            part.slot,
-        )
+        fields = (part.key, part.stop, part.batch, part.kv_head, part.lo, part.first)
+        fields += (part.end, part.hi, part.at, part.count, part.slot)
         for i in gl.static_range(11):
             number = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
             self.told.index(slot * 11 + i).store(number)
@@ -89,19 +78,10 @@ class Share:
     @gluon.jit
     def read(self, turn, WARPS: gl.constexpr):
         """Other roles: part number `turn`. Read again where it is used again, it takes no registers in between."""
-        return Part(
-            self.field(turn, 0, WARPS),
-            self.field(turn, 1, WARPS),
-            self.field(turn, 2, WARPS),
-            self.field(turn, 3, WARPS),
-            self.field(turn, 4, WARPS),
-            self.field(turn, 5, WARPS),
-            self.field(turn, 6, WARPS),
-            self.field(turn, 7, WARPS),
-            self.field(turn, 8, WARPS),
-            self.field(turn, 9, WARPS),
-            self.field(turn, 10, WARPS),
-        )
+        fields = (self.field(turn, 0, WARPS),)
+        for i in gl.static_range(1, 11):
+            fields += (self.field(turn, i, WARPS),)  # type: ignore[assignment]  # in a kernel a name's tuple may grow
+        return Part(*fields)  # type: ignore[call-arg]
 
     @gluon.jit
     def release(self, turn):

@@ -3,7 +3,7 @@
 A block owns 64 keys and walks over the tiles of 64 queries that see them. Each tile of Q and dO comes from global
 memory through registers into shared memory. P and dS are computed again from the scores, the statistics of the rows and
 dP, and both go through shared memory to be operands. dV and dK stay in registers; dQ belongs to the queries, so every
-block adds its part to a sum in memory, element by element. Every part of the SM waits for every other.
+block adds its part to a sum in memory (`fragments.py`). Every part of the SM waits for every other.
 
     S^T  = K Q^T          P^T  = 2^(c S^T - lse2)        dV += P^T dO
     dP^T = V dO^T         dS^T = P^T (dP^T - delta)      dK += dS^T Q        dQ += dS K   (atomic)
@@ -17,19 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
+from utils.attention.gluon.backward.fragments import add_fragments
 from utils.attention.gluon.backward.pipeline import LOG2_E, SIZES, make_sizes
 from utils.attention.gluon.shared import thread_barrier
 from utils.attention.gluon.step1_synchronous import load_rows
-
-
-@gluon.jit
-def add_rows(sums, row, dq, BLOCK_D: gl.constexpr):
-    """Add dQ of 64 queries to the sums, (rows, BLOCK_D) in fp32: every element by an atomic of its own or of a pair."""
-    layout: gl.constexpr = dq.type.layout
-    r = row + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
-    # Other blocks add to the same rows at the same time: without the atomic one of two sums would be lost.
-    gl.atomic_add(sums + r * BLOCK_D + d, dq, sem="relaxed")
 
 
 @gluon.jit
@@ -106,7 +97,7 @@ def attention_backward_step1(
         at = row + gl.arange(0, 64, queries)
         p = gl.exp2(s * (scale * LOG2_E) - gl.load(lse2_ptr + flat + at)[None, :])
         if sizes.needs_mask(key, 64, row, 64):
-            p = sizes.mask(p, key, row, 0)
+            p = sizes.mask(p, key, row)
         ds = p * (dp - gl.load(delta_ptr + flat + at)[None, :])
         p_tile.store(p.to(dtype))
         ds_tile.store(ds.to(dtype))
@@ -115,7 +106,8 @@ def attention_backward_step1(
         dv = warpgroup_mma(p_tile, do_tile, dv)
         dk = warpgroup_mma(ds_tile, q_tile, dk)
         dq = warpgroup_mma(ds_tile.permute([1, 0]), k_tile, gl.zeros([64, BLOCK_D], gl.float32, output), use_acc=False)
-        add_rows(dq_sums_ptr + flat * BLOCK_D, row, dq, BLOCK_D)
+        # Other blocks add to the same rows at the same time: without atomics one of two sums would be lost.
+        add_fragments(dq_sums_ptr + (flat + row) * BLOCK_D, dq)
         thread_barrier()  # without it a fast warp would store the next Q and dO while a slow one still reads these
     store_plain(dk_ptr + first_key, key, sk, dk * scale, HEAD_DIM)
     store_plain(dv_ptr + first_key, key, sk, dv, HEAD_DIM)

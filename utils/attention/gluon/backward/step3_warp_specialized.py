@@ -14,8 +14,6 @@ only dS goes through shared memory, because dQ sums over the keys of both consum
 Right for any sizes and masks; not in deterministic mode. Head dimension 256 is in `wide_heads.py`.
 """
 
-# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -33,7 +31,7 @@ def probabilities(work, s, i, key, row):
     lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
     p = gl.exp2(s * work.c - lse2[None, :])
     if work.sizes.needs_mask(key, 64, row, work.sizes.PLAN.block_m):
-        p = work.sizes.mask(p, key, row, 0)
+        p = work.sizes.mask(p, key, row)
     return p
 
 
@@ -97,10 +95,7 @@ def consumer(work, part, exchange, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
         add_fragments(dq_sums + tile * 8192 + W * 4096, dq)
         dk = wait_products(dk, 0, BLOCK_D)
         work.q.release(i)
-        m += 1
-        if m == part.hi:
-            m = part.lo
-            head += 1
+        head, m = part.behind(head, m)
     # V's own rows are not needed any more: they carry dV away, and then dK.
     store_rows(dv_desc, part.batch, part.kv_head, key, work.v.index(W), dv)
     store_rows(dk_desc, part.batch, part.kv_head, key, work.v.index(W), dk * work.scale)

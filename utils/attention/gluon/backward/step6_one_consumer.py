@@ -160,7 +160,7 @@ def walk(work, ds_tiles, leave, bounds, v_left, state, key, lo, hi, number, MASK
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = exp2(s * work.c - lse2[None, :])
         if MASK:
-            p = work.sizes.mask_product(p, bounds, key, m * BLOCK_M)
+            p = work.sizes.mask(p, key, m * BLOCK_M, bounds)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
@@ -190,11 +190,10 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     """128 keys against the tiles of queries of a part: returns dK and dV. turn, done: parts and tiles before."""
     BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
     BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
-    EDGES: gl.constexpr = work.sizes.PLAN.edges
     part = share.read(turn, 8)
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
-    if EDGES == 3:
+    if work.sizes.PLAN.mask == "packed":
         # Which queries see a key: read here while K comes, not by each loop. The last part's have been used, or there were none.
         keys = part.key + gl.arange(0, 128, gl.BlockedLayout([1], [32], [8], [0]))
         low, high = row_bounds(work.sizes.back, keys, part.stop, work.sizes.sk)
@@ -217,14 +216,13 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
         number = done + g * tiles - part.at - part.lo
         lo = part.lo + gl.maximum(part.at - g * tiles, 0)
         hi = part.lo + gl.minimum(part.at + part.count - g * tiles, tiles)
-        first, end = lo, hi
-        if EDGES > 0:
+        if not work.sizes.PLAN.mask:
+            state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, lo, hi, number, False)
+        else:
             first = gl.minimum(gl.maximum(part.first, lo), hi)
-            state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, lo, first, number, True)
-        if EDGES > 1:
             end = gl.minimum(gl.maximum(part.end, first), hi)
-        state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, first, end, number, False)
-        if EDGES > 1:
+            state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, lo, first, number, True)
+            state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, first, end, number, False)
             state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, end, hi, number, True)
     return state
 
@@ -240,10 +238,10 @@ def store_keys(sizes, out, part, place, x):
     place.reshape([128, x.shape[1]]).store(x.to(desc.dtype))
     # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
     fence_async_shared()
-    by_tma = part.key + 128 <= part.stop if sizes.PLAN.edges == 3 else True
+    by_tma = part.key + 128 <= part.stop if sizes.PLAN.mask == "packed" else True
     if by_tma:
         tma_store(desc, [part.batch, part.kv_head, part.key, 0], place)
-    if sizes.PLAN.edges == 3:
+    if sizes.PLAN.mask == "packed":
         thread_barrier()  # all rows have been written
         if part.key + 128 > part.stop:
             BLOCK_D: gl.constexpr = x.shape[1]
@@ -327,10 +325,7 @@ def storing_warp(work, share, leave):
                     tma_add(sums_desc, [row + w * BOX, 0], tiles.slice(w * BOX, BOX, 0))
                 tma.store_wait(0)
                 mbarrier.arrive(empty, count=1)
-                m += 1
-                if m == part.hi:
-                    m = part.lo
-                    head += 1
+                head, m = part.behind(head, m)
             turn += 1
             key = share.next(turn, 1)
 
@@ -384,7 +379,7 @@ def attention_backward_step6(
         mbarrier.init(empty, count=1)
     leave = (sums_desc, tiles, empty)
     bounds = 0
-    if PLAN.edges == 3:
+    if PLAN.mask == "packed":
         bounds = gl.allocate_shared_memory(gl.int32, [2, PLAN.block_n], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     dk_out, dv_out = (dk_desc, dk_ptr, eighths), (dv_desc, dv_ptr, eighths)
     gl.warp_specialize(

@@ -11,9 +11,6 @@ the same bits each time.
     shared        K + V + Q + dO + P: 32+32+64+64+16 KiB
 """
 
-# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-# ruff: noqa: RUF059
-
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -53,9 +50,7 @@ def first_consumer(work, part, exchange, dv_desc):
         p16 = gl.convert_layout(p.to(work.do.tiles.dtype), left_operand(256))
         dv = wait_products(warpgroup_mma(p16, work.do.tile(i), dv, is_async=True), 0, 256)
         work.do.release(i)
-        m += 1
-        if m == part.hi:
-            m = part.lo
+        head, m = part.behind(head, m)
     # dO's first tile carries dV away: the other consumer has read the last dO when it has read the last P.
     mbarrier.wait(p_empty, (part.count & 1) ^ 1)
     store_rows(dv_desc, part.batch, part.kv_head, part.key, work.do.tiles.index(0), dv)
