@@ -30,22 +30,16 @@ STEP_5 = [
         (64, {"mask": "packed", "offset": True}),
         (64, {"mask": "packed window"}),
         (256, {"mask": "causal"}),
-        (64, {"mask": "causal", "variant": "few", "parts": True}),
+        (256, {"variant": "one"}),
     )
 ]
-# Their like is above: parts without a mask.
-MORE_OF_STEP_5 = [
-    {"step": 5, "head_dim": 128, "flags": {"parts": True}},
-    {"step": 5, "head_dim": 256, "flags": {"variant": "one", "parts": True}},
-]
-CASES_OF_STEP_5 = STEP_5 + [pytest.param(case, marks=pytest.mark.overnight) for case in MORE_OF_STEP_5]
 
 
 @pytest.fixture(scope="module")
 def report(request):
     """What was compiled: steps 1 to 4, and the cases of step 5 that run in this session."""
     chosen = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
-    cases = STEPS_1_TO_4 + [case for case in STEP_5 + MORE_OF_STEP_5 if case in chosen]
+    cases = STEPS_1_TO_4 + [case for case in STEP_5 if case in chosen]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -69,7 +63,7 @@ def of(report, case):
     return report[json.dumps(case, sort_keys=True)]
 
 
-@pytest.mark.parametrize("case", STEPS_1_TO_4 + CASES_OF_STEP_5, ids=str)
+@pytest.mark.parametrize("case", STEPS_1_TO_4 + STEP_5, ids=str)
 @pytest.mark.slow
 def test_uses_hopper_products_and_nothing_spills(report, case):
     row = of(report, case)
@@ -97,12 +91,12 @@ def test_a_step_has_the_instructions_that_it_teaches(report, step, has, lacks):
     assert all(row[name] for name in has.split()) and not any(row[name] for name in lacks.split())
 
 
-@pytest.mark.parametrize("case", CASES_OF_STEP_5, ids=str)
+@pytest.mark.parametrize("case", STEP_5, ids=str)
 @pytest.mark.slow
 def test_step_5_is_specialized_within_its_register_budget(report, case):
     row = of(report, case)
     assert row["tma_load"] and row["mbarrier_wait"] and row["setmaxnreg"]
-    assert row["tma_store"] or "parts" in case["flags"]  # threads store the rows that they have added up
+    assert row["tma_store"]
     warpgroups = plan_of(case).consumers + 1
     assert row["registers"] * 128 * warpgroups <= 65536
 
@@ -115,7 +109,7 @@ def test_the_next_tiles_queries_are_prefetched_by_the_first_argument(report, cas
     assert row["first_descriptor"] == 1 and row["prefetched_tile"] == plan_of(case).consumers
 
 
-@pytest.mark.parametrize("case", CASES_OF_STEP_5, ids=str)
+@pytest.mark.parametrize("case", STEP_5, ids=str)
 @pytest.mark.slow
 def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
     """In the loop both products are queued, then the first is waited for, and exponentials run beside the second, or behind both."""

@@ -33,16 +33,13 @@ def producer(work, q_desc, k_desc, v_desc):
     PLAN: gl.constexpr = work.PLAN
     CONSUMERS: gl.constexpr = PLAN.consumers
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    count, t, rest = work.first(BLOCK_M * CONSUMERS)
+    count, t, rest = work.todo.first()
     it = 0
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
-        row, _stop, base = work.place(tile)
-        batch = flat // work.heads
-        head = flat - batch * work.heads
-        kv_head = head // work.group
-        lo, hi = work.blocks(t, row, BLOCK_M * CONSUMERS)
+        row, _stop, lo, hi, base = work.place(tile)
+        batch, head, kv_head = work.heads_of(flat)
         begin = 0
         if PLAN.prefill > 0:  # of the first tile `fill_rings` has asked for some
             begin = gl.where(i == 0, gl.minimum(PLAN.prefill, hi - lo), 0)
@@ -88,14 +85,11 @@ def fill_rings(work, q_desc, k_desc, v_desc):
     fence_async_shared()  # TMA completes the barriers through the async proxy, and may otherwise find them as they were before
     if work.CASE.dealt:
         count, t, _rest = work.todo.first()
-    else:  # there are no more programs than tiles, or parts of them
+    else:  # there are no more programs than tiles
         count, t = 1, gl.program_id(0)
     tile, flat = work.todo.locate(t)
-    row, _stop, base = work.place(tile)
-    batch = flat // work.heads
-    head = flat - batch * work.heads
-    kv_head = head // work.group
-    lo, hi = work.blocks(t, row, BLOCK_M * CONSUMERS)
+    row, _stop, lo, hi, base = work.place(tile)
+    batch, head, kv_head = work.heads_of(flat)
     blocks = gl.where(count > 0, hi - lo, 0)  # a program that has no tile asks for nothing
     for w in gl.static_range(CONSUMERS):
         work.q.expect(0, q_desc, w, pred=blocks > 0)

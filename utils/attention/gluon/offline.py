@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import replace
 
 from utils.attention.gluon.launch import kernel_of
 from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, Plan, plan_for
@@ -38,14 +37,13 @@ def compile_step(
         variant: Of step 5's plan (`plan.variant_for`).
         plan: Tile and pipeline; the step's own by default.
         lse: Whether steps 1 to 4 store the log-sum-exp; in step 5 that is an argument of the launch.
-        **case: Fields of `plan.Case`; tiles are dealt under a mask, and parts added up together.
+        **case: Fields of `plan.Case`; tiles are dealt under a mask.
     """
     from triton.experimental.gluon import language as gl
 
     plan = plan or plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
-    needs = Case(**case)
-    needs = replace(needs, dealt=needs.mask != "" and not needs.parts, together=needs.parts)
+    needs = Case(**case, dealt=case.get("mask", "") != "")
     constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_M": BLOCK_M,
@@ -62,7 +60,7 @@ def compile_step(
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kinds = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr", "out_ptr"), f"*{dtype}")
-    kinds |= {"lse_ptr": "*fp32", "parts_ptr": "*fp32", "counters": "*i32", "schedule": "*i32", "c": "fp32"}
+    kinds |= {"lse_ptr": "*fp32", "schedule": "*i32", "c": "fp32"}
     kinds["back"] = "*i32" if needs.mask.startswith("packed") else "i32"
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     for name, rows in (("q", BLOCK_M), ("o", BLOCK_M), ("k", plan.block_n), ("v", plan.block_n)):
@@ -111,7 +109,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--variant", choices=("", "one", "few", "ahead", "three"), default="")
     parser.add_argument("--mask", choices=("", "causal", "window", "packed", "packed window"), default="")
-    for flag in ("lse", "parts", "offset"):
+    for flag in ("lse", "offset"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     options = vars(parser.parse_args())

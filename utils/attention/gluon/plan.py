@@ -49,15 +49,12 @@ class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
     mask: "" for none, "causal", "window", where keys before the last block hide, too, "packed" where a table has the interval of
-    each row (`intervals.py`), or "packed window". dealt: the host deals out the tiles (`dealing.deal_tiles`). parts: programs share the keys of a
-    tile (`parts_for`). together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
+    each row (`intervals.py`), or "packed window". dealt: the host deals out the tiles (`dealing.deal_tiles`). offset: a head's first tile begins before its
     first query (`row_offset`), or a packed one ends before its rows do; 64 causal loses 3 to 6% if every kernel has the code for it.
     """
 
     mask: str = ""
     dealt: bool = False
-    parts: bool = False
-    together: bool = False
     offset: bool = False
 
 
@@ -105,7 +102,10 @@ def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: 
         return ""
     whole, few = _STEP_5[64, ""], _STEP_5[64, "few"]
     masked = 3 if causal else 5  # blocks of a tile that the window's edges, or the diagonal, go through
-    seen = visible(whole, sk, causal, window)
+    most = (
+        whole.rows + (1 if causal else 2) * (window - 1) - 1
+    ) // whole.block_n + 2  # blocks that a tile's windows reach
+    seen = min(-(-sk // whole.block_n), most)
     rounds, more = (-(-(-(-sq // plan.rows) * heads) // programs) * plan.rows for plan in (whole, few))
     return "few" if 4 * masked > seen and (1 if causal else 1.25) * more <= rounds else ""
 
@@ -120,15 +120,10 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
     start. "three": full attention in fewer rounds of larger tiles. "": any other.
     """
     d = block_head_dim(head_dim)
-    whole, few, one = _STEP_5[d, ""], _STEP_5.get((d, "few")), _STEP_5[d, "one"]
-    two = few or whole
+    whole, few = _STEP_5[d, ""], _STEP_5.get((d, "few"))
     mask = sq, sk, causal, window
-    if row_tiles(two, *mask) * heads <= programs:  # a program has one tile, or a part of one: none to overlap with
-        sizes = sq, sk, heads, causal, window, programs
-        fits = row_tiles(one, *mask) * heads <= programs
-        if fits and shared_time(one, *sizes)[0] < shared_time(two, *sizes)[0]:
-            return "one"
-        return "few" if few else ""
+    if row_tiles(few or whole, *mask) * heads <= programs:  # a program has one tile: none to overlap with
+        return "one" if row_tiles(_STEP_5[d, "one"], *mask) * heads <= programs else "few" if few else ""
     if window:
         return _window_variant(d, sq, sk, heads, causal, window, programs)
     if causal:  # at head dimension 64 larger tiles take 0.88 of the time, and smaller ones end together
@@ -149,40 +144,6 @@ def packed_variant(head_dim: int, tokens: int, heads: int, programs: int) -> str
     """Name the variant for packed sequences: at head dimension 64 smaller tiles where there are not three rounds of large ones."""
     few = block_head_dim(head_dim) == 64 and -(-tokens // _STEP_5[64, ""].rows) * heads < 3 * programs
     return "few" if few else ""
-
-
-MOST_PARTS = 8  # of a tile
-# The time of a block of keys with one consumer, beside that with two.
-_ONE_CONSUMER = 0.65
-# What programs pay for sharing a tile, in blocks of keys of two consumers: for leaving their parts, for waiting, and for adding up
-# their share of the rows, whose bytes do not depend on the number of parts. By tile width: one consumer, two.
-_SHARING = {64: (3.0, 3.0), 128: (4.0, 4.0), 256: (4.5, 7.0)}
-
-
-def visible(plan: Plan, sk: int, causal: bool, window: int) -> int:
-    """Return how many blocks of keys the rows of one tile see at most."""
-    blocks = -(-sk // plan.block_n)
-    if window:
-        blocks = min(blocks, (plan.rows + (1 if causal else 2) * (window - 1) - 1) // plan.block_n + 2)
-    return blocks
-
-
-def shared_time(
-    plan: Plan, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int
-) -> tuple[float, int]:
-    """Return the time of a program that has one tile or shares it, in blocks of keys, and how many programs should share it."""
-    tiles, blocks = row_tiles(plan, sq, sk, causal, window) * heads, visible(plan, sk, causal, window)
-    most = 1 if plan.ahead or plan.consumers > 2 else min(programs // tiles, blocks, MOST_PARTS)
-    block = _ONE_CONSUMER if plan.consumers == 1 else 1.0
-    times = [(block * blocks, 1)]
-    sharing = _SHARING[plan.block_d][plan.consumers > 1]
-    times += [(block * -(-blocks // parts) + sharing, parts) for parts in range(2, most + 1)]
-    return min(times)
-
-
-def parts_for(plan: Plan, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> int:
-    """Return how many programs share the keys of a tile: more than one where there are more programs than tiles."""
-    return shared_time(plan, sq, sk, heads, causal, window, programs)[1]
 
 
 def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:

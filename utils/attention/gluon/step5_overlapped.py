@@ -20,7 +20,7 @@ from the last block to the first, so the masked blocks of a causal tile come fir
 
 With two tiles of Q the producer goes on into the next tile while this one is computed. With one it asks for `keys_first`
 blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). The other variants are in
-`plan.variant_for`; where tiles are fewer than multiprocessors, programs share them (`parts.py`).
+`plan.variant_for`.
 
 Where to find what: a block of keys in `blocks.py`, its softmax in `softmax.py`, rings and masks in `pipeline.py`, what leaves in
 `stores.py`, and which program has which tile in `dealing.py`. Only blocks that straddle the diagonal, the window's edge or the
@@ -43,16 +43,14 @@ from utils.attention.gluon.blocks import finish_block, first_block, start_output
 from utils.attention.gluon.dealing import deal_tiles
 from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.loads import fill_rings, producer
-from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
-from utils.attention.gluon.plan import Case, Plan, parts_for, row_offset, tile_blocks
+from utils.attention.gluon.plan import Case, Plan, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, start_scores, wait_products
 from utils.attention.gluon.softmax import normalizers, spread, unseen_halves
-from utils.attention.gluon.stores import store_lse, store_rows, store_tile
+from utils.attention.gluon.stores import store_lse, store_tile
 from utils.kernels.assembling import narrow_products, reassembled
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
-from utils.kernels.workspace import workspace
 
 
 @gluon.jit
@@ -82,19 +80,16 @@ def consumer(work, results, W: gl.constexpr):
     # Two tiles of Q, and the output leaves through the one that it belongs to: the slot is released a tile later.
     LATE_RELEASE: gl.constexpr = PLAN.o_in_q and PLAN.q_slots == 2
 
-    count, t, rest = work.first(BLOCK_M * PLAN.consumers)
+    count, t, rest = work.todo.first()
     it = 0
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
-        first_row, stop, base = work.place(tile)
+        first_row, stop, lo, hi, base = work.place(tile)
         row = first_row + W * BLOCK_M
-        lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
         if PLAN.own_keys and work.CASE.mask != "":
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
             own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop, base)[1], lo + 1)
-            if work.CASE.parts:  # the rows' last block may lie in another part, or all of this one's behind it
-                own_hi = gl.minimum(gl.maximum(own_hi, lo + 1), hi)
             it = skip_blocks(work, it, hi - own_hi)
             hi = own_hi
         before = 0
@@ -137,19 +132,7 @@ def consumer(work, results, W: gl.constexpr):
             it = skip_blocks(work, it, before)
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
-        if work.CASE.parts:
-            lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers, stop, base)
-            used = work.parts.used(hi - lo)
-            TOGETHER: gl.constexpr = work.CASE.together
-            work.parts.leave(t, o, normalizers(state, work.c, row)[1], row, W, PLAN.consumers)
-            piece, stride = work.parts.arrive(t, W, PLAN.consumers, BLOCK_M, used, TOGETHER)
-            for own in range(piece, BLOCK_M // PIECE, stride):
-                rows, lse = work.parts.add_up(t, own, W, PLAN.consumers, BLOCK_M, BLOCK_D, used)
-                store_rows(work, out, lse_ptr, flat, row + own * PIECE, rows, lse)
-            if TOGETHER:
-                work.parts.depart(t, W, PLAN.consumers, used)
-        else:
-            store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o, stop)
+        store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o, stop)
         if PLAN.o_in_q and not LATE_RELEASE:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)
@@ -230,7 +213,7 @@ def consume(work, results, W: gl.constexpr):
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["sq", "sk", "back", "ahead", "tiles_m", "heads_total", "heads", "group"]
-SIZES += ["schedule_stride", "offset", "parts", "eighths", "lse_wanted"]
+SIZES += ["schedule_stride", "offset", "eighths", "lse_wanted"]
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -241,8 +224,6 @@ def attention_step5(
     o_desc,
     out_ptr,
     lse_ptr,
-    parts_ptr,
-    counters,
     schedule,
     sq,
     sk,
@@ -254,7 +235,6 @@ def attention_step5(
     group,
     schedule_stride,
     offset,
-    parts,
     eighths,
     lse_wanted,
     c,
@@ -269,7 +249,7 @@ def attention_step5(
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
     if PLAN.ahead:
-        gl.static_assert(PLAN.halves and PLAN.q_slots == 2 and not (CASE.mask != "" or CASE.parts or PLAN.own_keys))
+        gl.static_assert(PLAN.halves and PLAN.q_slots == 2 and not (CASE.mask != "" or PLAN.own_keys))
     PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
     HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
     READY: gl.constexpr = PREFILL if PREFILL > 0 else None
@@ -280,28 +260,8 @@ def attention_step5(
         o_tiles = q.tiles
     else:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
-    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.mask == "causal")
-    shared_tiles = Parts(parts_ptr, counters, parts)
-    work = Work(
-        sq,
-        sk,
-        back,
-        ahead,
-        offset,
-        heads,
-        group,
-        lse_wanted,
-        c,
-        q,
-        k,
-        v,
-        todo,
-        shared_tiles,
-        PLAN,
-        CASE,
-        PACKED,
-        HIDING,
-    )
+    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, CASE.dealt, CASE.mask == "causal")
+    work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
     if PREFILL > 0:
         fill_rings(work, q_desc, k_desc, v_desc)
         make_barriers(q, 1, CONSUMERS)
@@ -371,15 +331,13 @@ class Launch:
     """A launch that was made, to be repeated on (q, k, v, out, lse) like these."""
 
     handle: Handle
-    numbers: int  # of all parts, fp32
-    counters: int
     schedule: torch.Tensor | None
 
     def __call__(self, q, k, v, out, lse) -> None:
         """Launch again."""
         if self.schedule is not None:
             keep_for_graphs(self.schedule)
-        self.handle(q, k, v, out, out, lse, *workspace(lse, self.numbers, self.counters))
+        self.handle(q, k, v, out, out, lse)
 
 
 def launch(a: Arguments) -> Launch | None:
@@ -398,28 +356,24 @@ def launch(a: Arguments) -> Launch | None:
         mask = "window" if window else "causal" if causal else ""
     offset = row_offset(plan, mask == "causal", a.sk - a.sq)
     tiles = len(blocks) * a.heads_total
-    parts = 1 if a.lengths else parts_for(plan, a.sq, a.sk, a.heads_total, causal, window, a.programs)
-    programs = min(a.programs, tiles * parts)
+    programs = min(a.programs, tiles)
     schedule, stride = None, 0
-    if parts == 1 and tiles > programs and len(set(blocks)) > 1:  # causal, or a window
+    if tiles > programs and len(set(blocks)) > 1:  # causal, or a window
         head_bytes = a.sk * plan.block_d * 4
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     dealt = schedule is not None
-    together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    case = Case(mask, dealt, parts > 1, together, offset > 0 or len(a.lengths) > 1)
-    numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
-    counters = tiles * plan.consumers
-    tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
+    case = Case(mask, dealt, offset > 0 or len(a.lengths) > 1)
+    tensors = (*a.descriptors(), a.out, a.lse)
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
     heads = a.heads_total, a.heads, a.group
-    sizes = a.sq, a.sk, back, ahead, len(blocks), *heads, stride, offset, parts, a.head_dim // 8, int(a.return_lse), a.c
-    options = {"PLAN": plan, "CASE": case, "num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
+    sizes = a.sq, a.sk, back, ahead, len(blocks), *heads, stride, offset, a.head_dim // 8, int(a.return_lse), a.c
+    options = {"PLAN": plan, "CASE": case, "num_warps": 4}
     if not a.q.is_cuda:
         return attention_step5[(programs,)](*tensors, table, *sizes, **options)
     compiled = attention_step5.warmup(*tensors, table, *sizes, grid=(programs,), **options)
     if compiled is None:
         return None
     handle = Handle(narrowed(compiled, plan), (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
-    launched = Launch(handle, numbers, counters, schedule)
+    launched = Launch(handle, schedule)
     launched(a.q, a.k, a.v, a.out, a.lse)
     return launched

@@ -39,23 +39,8 @@ def store_tile(work, out, flat, row, tile, o, stop):
             fence_async_shared()  # TMA may be the next to write here
             thread_barrier()  # all rows have been read
     if by_tma:
-        batch = flat // work.heads
-        tma_store(o_desc, [batch, flat - batch * work.heads, row, 0], tile)
-
-
-@gluon.jit
-def store_rows(work, out, lse_ptr, flat, row, o, lse):
-    """Store rows that threads hold as `parts.piece_layout` says, from row number `row` on, and their log-sum-exp."""
-    out_ptr = out[1]
-    head_dim = out[2] * 8
-    layout: gl.constexpr = o.type.layout
-    rows = row + gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))
-    d = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
-    exists = (rows >= 0) & (rows < work.sq)
-    place = (flat.to(gl.int64) * work.sq + rows[:, None]) * head_dim + d
-    gl.store(out_ptr + place, o.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (d < head_dim))
-    if work.lse_wanted != 0:
-        gl.store(lse_ptr + flat.to(gl.int64) * work.sq + rows, lse, mask=exists)
+        batch, head, _kv_head = work.heads_of(flat)
+        tma_store(o_desc, [batch, head, row, 0], tile)
 
 
 @gluon.jit
@@ -64,9 +49,8 @@ def store_lse(work, lse_ptr, state, flat, row, stop):
 
     The branch keeps the logarithms, a hundred instructions, behind the products that have just been handed over.
     """
-    if not work.CASE.parts:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
-        if work.lse_wanted != 0:
-            lses = normalizers(state, work.c, row)[1]
-            for part in gl.static_range(len(lses)):
-                rows, lse = lses[part]
-                gl.store(lse_ptr + flat.to(gl.int64) * work.sq + rows, lse, mask=(rows >= 0) & (rows < stop))
+    if work.lse_wanted != 0:
+        lses = normalizers(state, work.c, row)[1]
+        for half in gl.static_range(len(lses)):
+            rows, lse = lses[half]
+            gl.store(lse_ptr + flat.to(gl.int64) * work.sq + rows, lse, mask=(rows >= 0) & (rows < stop))
