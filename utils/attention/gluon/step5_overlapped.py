@@ -269,27 +269,18 @@ def attention_step5(
         make_barriers(v, CONSUMERS, PREFILL)
         fence_async_shared()  # TMA completes these barriers, too
     results = ((o_desc, out_ptr, eighths), o_tiles, lse_ptr)
-    loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
-    # registers that are left.
-    if CONSUMERS == 1:
-        gl.warp_specialize([(consume, (work, results, 0)), (producer, loads)], [1], [24])
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [(consume, (work, results, 0)), (consume, (work, results, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
-        )
-    else:
-        gl.static_assert(CONSUMERS == 3)
-        gl.warp_specialize(
-            [
-                (consume, (work, results, 0)),
-                (consume, (work, results, 1)),
-                (consume, (work, results, 2)),
-                (producer, loads),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 32],
-        )
+    # registers that are left. With one or two consumers the last roles fall away.
+    gl.warp_specialize(
+        [
+            (consume, (work, results, 0)),
+            (producer, (work, q_desc, k_desc, v_desc)),
+            (consume, (work, results, 1)),
+            (consume, (work, results, 2)),
+        ][: CONSUMERS + 1],
+        [1, 4, 4][:CONSUMERS],
+        [32 if CONSUMERS == 3 else 24, REGISTERS, REGISTERS][:CONSUMERS],
+    )
 
 
 def narrowed(compiled, plan: Plan):
