@@ -11,8 +11,17 @@ import torch
 
 from tools.record.common import read_record
 from utils.attention.gluon import launch
-from utils.attention.gluon.dealing import SECTION_BYTES, deal_tiles
-from utils.attention.gluon.plan import BLOCK_M, STEPS, block_head_dim, plan_for, row_offset, tile_blocks, variant_for
+from utils.attention.gluon.plan import (
+    BLOCK_M,
+    SECTION_BYTES,
+    STEPS,
+    block_head_dim,
+    deal_tiles,
+    plan_for,
+    row_offset,
+    tile_blocks,
+    variant_for,
+)
 from utils.files import ROOT
 from utils.machine.device import offline_compile_support, triton_support
 

@@ -15,7 +15,7 @@ import re
 from utils.attention.gluon.launch import kernel_of
 from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, Plan, plan_for
 from utils.attention.gluon.step5_overlapped import narrowed
-from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, Assembly, compile_gluon, read_assembly
+from utils.kernels.offline import BLACKWELL, Assembly, compile_gluon, read_assembly
 
 
 def compile_step(
@@ -81,7 +81,7 @@ def compile_blackwell(
         head_dim: 64 or 128.
         dtype: "bf16" or "fp16".
         causal: Whether the mask is causal.
-        capability: BLACKWELL or BLACKWELL_ULTRA.
+        capability: BLACKWELL or BLACKWELL_ULTRA of `utils.kernels.offline`.
     """
     from triton.experimental.gluon import language as gl
 
@@ -95,10 +95,11 @@ def compile_blackwell(
     return read_assembly(compiled, f"attention_blackwell for sm_{capability}a")
 
 
-INSTRUCTIONS = {  # by what is compiled: what the report counts
-    "step": ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "MUFU.EX2", "BAR.SYNC", "USETMAXREG", "LDL", "STL"),
-    "blackwell": ("UTCHMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG", "SYNCS", "MUFU.EX2", "USETMAXREG", "LDL", "STL"),
-}
+# Of which the report says how many a kernel has.
+INSTRUCTIONS = (
+    *("HGMMA", "UTCHMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "MUFU.EX2", "BAR.SYNC"),
+    *("USETMAXREG", "LDL", "STL"),
+)
 
 
 def main() -> None:
@@ -109,33 +110,20 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--variant", choices=("", "one", "few", "ahead", "three"), default="")
     parser.add_argument("--mask", choices=("", "causal", "window", "packed", "packed window"), default="")
-    for flag in ("lse", "offset"):
-        parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--lse", action="store_true")
+    parser.add_argument("--offset", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     options = vars(parser.parse_args())
-    show_sass, step = options.pop("sass"), options.pop("step")
+    show_sass, step, mask = options.pop("sass"), options.pop("step"), options["mask"]
     if step == "blackwell":
-        given = {"head_dim": options["head_dim"], "dtype": options["dtype"], "causal": options["mask"] == "causal"}
-        kernels = [compile_blackwell(**given, capability=target) for target in (BLACKWELL, BLACKWELL_ULTRA)]
+        kernel = compile_blackwell(options["head_dim"], dtype=options["dtype"], causal=mask == "causal")
     else:
-        kernels = [compile_step(int(step), options.pop("head_dim"), **options)]
-    for kernel in kernels:
-        report(kernel, INSTRUCTIONS["blackwell" if step == "blackwell" else "step"], show_sass)
-
-
-def report(kernel: Assembly, instructions: tuple[str, ...], show_sass: bool) -> None:
-    """Print a kernel's registers, spills and memory, and how often it has each instruction."""
+        kernel = compile_step(int(step), options.pop("head_dim"), **options)
     if show_sass:
         print(kernel.sass)
-    columns = f", {kernel.columns} columns of tensor memory" if kernel.columns else ""
-    print(
-        f"{kernel.name}: {kernel.registers} registers at launch, {kernel.spill_bytes} bytes spilled, "
-        f"{kernel.shared_bytes} bytes shared{columns}"
-    )
-    for instruction in instructions:
-        print(f"  {instruction:<12}{kernel.count(re.escape(instruction)):>6}")
-    for line in kernel.warnings:
-        print(" ", line)
+    print(f"{kernel.name}: {kernel.registers} registers at launch, {kernel.spill_bytes} bytes spilled")
+    print(f"{kernel.shared_bytes} bytes shared, {kernel.columns} columns of tensor memory")
+    print(*(f"  {name:<12}{kernel.count(re.escape(name)):>6}" for name in INSTRUCTIONS), *kernel.warnings, sep="\n")
 
 
 if __name__ == "__main__":

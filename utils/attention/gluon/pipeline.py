@@ -140,7 +140,7 @@ def make_barriers(ring, READERS: gl.constexpr, READY: gl.constexpr):
 class Tiles:
     """Which tiles of query rows this program computes, in which order. A tile belongs to one head of one sequence.
 
-    DEALT: a row of `schedule` for each program, computed on the host (`dealing.deal_tiles`). Otherwise program p
+    DEALT: a row of `schedule` for each program, computed on the host (`plan.deal_tiles`). Otherwise program p
     takes the tiles p, p + programs, ...; LONGEST_FIRST numbers them from the last row tile of all heads down.
     """
 

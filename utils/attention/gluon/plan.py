@@ -6,6 +6,9 @@ a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24, or 3 
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 BLOCK_M = 64  # query rows of a warpgroup: one wgmma m64
@@ -29,7 +32,7 @@ class Plan:
     stages: int = 2  # slots of the K ring
     registers: int = 0  # of a consumer thread
     v_extra: int = 0  # slots that the V ring has beyond the K ring's: V's is released half a block later than K's
-    halves: bool = False  # rows r and r + 8 of a warp have a softmax each (softmax.py)
+    halves: bool = False  # rows r and r + 8 of a warp have a softmax each (blocks.py)
     o_in_q: bool = False  # the output leaves through Q's tile
     own_keys: bool = False  # under a mask, each consumer starts at its own rows' last block, not at the tile's
     q_slots: int = 1  # tiles of Q in shared memory; with two, the next tile is loaded while this one is computed
@@ -49,7 +52,7 @@ class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
     mask: "" for none, "causal", "window", where keys before the last block hide, too, "packed" where a table has the interval of
-    each row (`intervals.py`), or "packed window". dealt: the host deals out the tiles (`dealing.deal_tiles`). offset: a head's first tile begins before its
+    each row (`intervals.py`), or "packed window". dealt: the host deals out the tiles (`deal_tiles`). offset: a head's first tile begins before its
     first query (`row_offset`), or a packed one ends before its rows do; 64 causal loses 3 to 6% if every kernel has the code for it.
     """
 
@@ -172,3 +175,46 @@ def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list
         low = min(max(row + shift - window + 1, 0) // plan.block_n, last - 1) if window else 0
         found.append(max(high - low, 1))
     return found
+
+
+# K and V of the heads that are computed at the same time. A third of an H100's L2: they stay there beside Q and the output, and the
+# programs' first tiles do not ask for the K and V of more heads at once.
+SECTION_BYTES = 16 << 20
+_LAST_SECTION = 2  # sections in the last one: it has the short tiles that are left when the programs end
+TILE_OVERHEAD = 1.5  # what a tile costs beyond its key blocks, in key blocks: first scores, last product, storing
+_MOST_TILES = 1 << 16
+
+
+def deal_tiles(
+    blocks: Sequence[int], heads_total: int, group: int, head_bytes: int, programs: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """Deal tiles of different lengths to the programs so that all end together: row tile | head << 16.
+
+    The longest come first, each to the program with the least work.
+    Heads are dealt in sections (SECTION_BYTES), one after another.
+
+    Args:
+        blocks: How many blocks of keys each row tile of a head sees.
+        heads_total: Query heads of all sequences.
+        group: Query heads that share a head of keys.
+        head_bytes: Bytes of one head's K and V.
+        programs: Number of programs.
+
+    Returns:
+        The tiles of each program; None if there are so many that any order is balanced, or that 16 bits cannot
+        number them.
+    """
+    if len(blocks) * heads_total > _MOST_TILES or len(blocks) > 0xFFFF or heads_total > 0x7FFF:
+        return None
+    section = max(1, SECTION_BYTES // head_bytes) * group
+    last = heads_total - min(_LAST_SECTION * section, heads_total)
+    starts = sorted({0, *range(last % section, last + 1, section), heads_total})
+    order = sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
+    loads = [(0.0, program) for program in range(programs)]  # a heap
+    dealt: list[list[int]] = [[] for _ in loads]
+    for first, behind in itertools.pairwise(starts):
+        for m, head in itertools.product(order, range(first, behind)):
+            load, program = loads[0]
+            heapq.heapreplace(loads, (load + blocks[m] + TILE_OVERHEAD, program))
+            dealt[program].append(m | head << 16)
+    return tuple(map(tuple, dealt))

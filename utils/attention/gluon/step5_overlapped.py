@@ -19,11 +19,11 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     keys_first    blocks of the next tile asked for before Q   0                0                2
 
 With two tiles of Q the producer goes on into the next tile while this one is computed. With one it asks for `keys_first`
-blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). The other variants are in
+blocks and brings Q into the L2, until all consumers have done with the last Q (`transfers.py`). The other variants are in
 `plan.variant_for`.
 
-Where to find what: a block of keys in `blocks.py`, its softmax in `softmax.py`, rings and masks in `pipeline.py`, what leaves in
-`stores.py`, and which program has which tile in `dealing.py`. Only blocks that straddle the diagonal, the window's edge or the
+Where to find what: a block of keys in `blocks.py`, rings and masks in `pipeline.py`, what is loaded and stored in `transfers.py`,
+and which program has which tile in `plan.py`. Only blocks that straddle the diagonal, the window's edge or the
 last key are masked. Causal tiles begin where the diagonal lies in a tile's first block alone, and so does the last key: without
 a window, the loop has no mask in it. Measured beside cuDNN and FlashAttention 3 and 4: docs/kernels/attention.md.
 """
@@ -39,15 +39,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.arguments import Arguments, unused
-from utils.attention.gluon.blocks import finish_block, first_block, start_output, step
-from utils.attention.gluon.dealing import deal_tiles
+from utils.attention.gluon.blocks import (
+    finish_block,
+    first_block,
+    normalizers,
+    spread,
+    start_output,
+    step,
+    unseen_halves,
+)
 from utils.attention.gluon.intervals import packed_queries
-from utils.attention.gluon.loads import fill_rings, producer
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
-from utils.attention.gluon.plan import Case, Plan, row_offset, tile_blocks
+from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, start_scores, wait_products
-from utils.attention.gluon.softmax import normalizers, spread, unseen_halves
-from utils.attention.gluon.stores import store_lse, store_tile
+from utils.attention.gluon.transfers import fill_rings, producer, store_lse, store_tile
 from utils.kernels.assembling import narrow_products, reassembled
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
