@@ -275,10 +275,10 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
 @pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize(
     ("head_dim", "sk", "programs", "variant"),
-    [(64, 129, 4, "ahead"), (80, 385, 5, "ahead"), (96, 200, 2, "three"), (128, 385, 5, "ahead")],
+    [(64, 129, 4, "few"), (80, 385, 5, ""), (96, 200, 2, "three"), (128, 385, 5, "")],
 )
 def test_full_attention_in_several_tiles_a_program(head_dim, sk, programs, variant, monkeypatch):
-    """Step 5's plans "ahead" and "three": one to six tiles for each program, two to five blocks of keys, full and partial ones."""
+    """Step 5 without a mask: one to six tiles for each program, two to five blocks of keys, full and partial ones."""
     launch = importlib.import_module(LADDER)
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: programs)
     monkeypatch.setattr(launch, "variant_for", lambda *given: variant)

@@ -27,23 +27,16 @@ class Ring:
     empty: gl.shared_memory_descriptor  # mbarriers: every thread that reads the tile has released it
     SLOTS: gl.constexpr
     LANES: gl.constexpr
-    BITS: gl.constexpr  # slot and phase are bits of a load's number, not its remainder and its quotient
 
     @gluon.jit
     def slot(self, i, lane=0):
         """Index of load number i among tiles and barriers."""
-        if self.BITS:  # loads count from 0; a division would look after negative numbers, too
-            return (i & (self.SLOTS - 1)) * self.LANES + lane
-        else:
-            return (i % self.SLOTS) * self.LANES + lane
+        return (i % self.SLOTS) * self.LANES + lane
 
     @gluon.jit
     def phase(self, i):
         """Parity of the round in which load number i uses its slot."""
-        if self.BITS:
-            return (i & self.SLOTS) // self.SLOTS
-        else:
-            return (i // self.SLOTS) & 1
+        return (i // self.SLOTS) & 1
 
     @gluon.jit
     def tile(self, i, lane=0):
@@ -106,19 +99,17 @@ def allocate_ring(
     READERS: gl.constexpr,
     ROWS: gl.constexpr = 0,
     READY: gl.constexpr = None,
-    WINDOW: gl.constexpr = False,
 ):
     """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's.
 
     READY: how many of the barriers for full tiles are made now, if not all barriers; `make_barriers` makes the others.
-    WINDOW: whether the kernel masks a window. With bits it takes 3 to 7% longer.
     """
     count: gl.constexpr = SLOTS * LANES
     shape: gl.constexpr = ring_shape(count, descriptor.block_type.shape, ROWS)
     tiles = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
     full = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    ring = Ring(tiles, full, empty, SLOTS, LANES, SLOTS & (SLOTS - 1) == 0 and not WINDOW)
+    ring = Ring(tiles, full, empty, SLOTS, LANES)
     if READY is None:
         make_barriers(ring, READERS, 0)
     else:

@@ -32,14 +32,10 @@ class Plan:
     stages: int = 2  # slots of the K ring
     registers: int = 0  # of a consumer thread
     v_extra: int = 0  # slots that the V ring has beyond the K ring's: V's is released half a block later than K's
-    halves: bool = False  # rows r and r + 8 of a warp have a softmax each (blocks.py)
-    o_in_q: bool = False  # the output leaves through Q's tile
     own_keys: bool = False  # under a mask, each consumer starts at its own rows' last block, not at the tile's
     q_slots: int = 1  # tiles of Q in shared memory; with two, the next tile is loaded while this one is computed
     prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin
-    keys_first: int = 0  # blocks of a later tile's K and V that are asked for before its Q: its only slot is free last
     depth: int = 0  # 80 or 96: so many columns of Q and K make the scores, and so many of V the output, not all 128 of their tiles
-    ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
 
     @property
     def rows(self) -> int:
@@ -64,15 +60,14 @@ class Case:
 # Step 5's plans, by tile width and variant (`variant_for`).
 _STEP_5 = {
     (64, ""): Plan(64, 128, 3, 4, 160, own_keys=True, q_slots=2),
-    (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
-    (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
-    (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
+    (64, "few"): Plan(64, 128, 2, 3, 240, own_keys=True, q_slots=2),
+    (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, q_slots=2),
     # Full attention in tiles of 192 rows, where they make fewer rounds.
-    (128, "three"): Plan(128, 64, 3, 4, 160, o_in_q=True, q_slots=2),
-    (64, "one"): Plan(64, 128, 1, 4, 240, halves=True, prefill=1),
-    (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True, prefill=1),
-    (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True, prefill=1),
-    (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, prefill=2, keys_first=2),
+    (128, "three"): Plan(128, 64, 3, 4, 160, q_slots=2),
+    (64, "one"): Plan(64, 128, 1, 4, 240, prefill=1),
+    (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, prefill=1),
+    (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, prefill=1),
+    (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, own_keys=True, prefill=2),
 }
 
 
@@ -95,52 +90,35 @@ def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
     return -(-(sq + row_offset(plan, causal and not window, sk - sq)) // plan.rows)
 
 
-def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> str:
-    """Return the variant for a window.
-
-    Where more than a quarter of a tile's blocks are masked, "few" has tiles of 128 rows if its rounds have no more rows, or a fifth
-    fewer where the mask is not causal.
-    """
-    if d != 64:
-        return ""
-    whole, few = _STEP_5[64, ""], _STEP_5[64, "few"]
-    masked = 3 if causal else 5  # blocks of a tile that the window's edges, or the diagonal, go through
-    most = (
-        whole.rows + (1 if causal else 2) * (window - 1) - 1
-    ) // whole.block_n + 2  # blocks that a tile's windows reach
-    seen = min(-(-sk // whole.block_n), most)
-    rounds, more = (-(-(-(-sq // plan.rows) * heads) // programs) * plan.rows for plan in (whole, few))
-    return "few" if 4 * masked > seen and (1 if causal else 1.25) * more <= rounds else ""
-
-
 def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int) -> str:
     """Name the variant of step 5's plan that an attention takes.
 
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
-    "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": smaller tiles and more registers, where there
-    are few tiles or many masks, or as many rounds of them. "ahead": full attention, where one tile's end overlaps the next tile's
-    start. "three": full attention in fewer rounds of larger tiles. "": any other.
+    "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": tiles of 128 rows at head dimension 64, where
+    there are few tiles or many masks, or as many rounds of them. "three": full attention in fewer rounds of larger tiles. "": any other.
     """
     d = block_head_dim(head_dim)
-    whole, few = _STEP_5[d, ""], _STEP_5.get((d, "few"))
-    mask = sq, sk, causal, window
-    if row_tiles(few or whole, *mask) * heads <= programs:  # a program has one tile: none to overlap with
-        return "one" if row_tiles(_STEP_5[d, "one"], *mask) * heads <= programs else "few" if few else ""
-    if window:
-        return _window_variant(d, sq, sk, heads, causal, window, programs)
-    if causal:  # at head dimension 64 larger tiles take 0.88 of the time, and smaller ones end together
-        return "few" if d == 64 and (sq <= 1024 or row_tiles(whole, *mask) * heads <= 2 * programs) else ""
-    small, large = {64: ("few", ""), 128: ("ahead", "three"), 256: ("", "")}[d]
-    if d == 256 or sk <= whole.block_n:
-        return ""
-    # The large plan has 192 rows, not 128: a round of it takes 1.29 times as long for each block of keys at head dimension 64, and
-    # 1.63 times at 128. A tile's start and end take it 3.6 blocks, not 2, or none where the tiles that "ahead" overlaps take 1.3.
-    rounds, more = (-(-(-(-sq // _STEP_5[d, name].rows) * heads) // programs) for name in (small, large))
-    blocks = -(-sk // whole.block_n)
-    if d == 64:
-        return small if rounds * (blocks + 2) <= more * (1.29 * blocks + 3.6) else large
-    return large if more < rounds and 1.63 * more * blocks <= rounds * (blocks + 1.3) else small
+    small = "few" if d == 64 else ""
+
+    def rounds(name: str) -> int:
+        return -(-row_tiles(_STEP_5[d, name], sq, sk, causal, window) * heads // programs)
+
+    if rounds(small) == 1:  # a program has one tile: none to overlap with
+        return "one" if rounds("one") == 1 else small
+    if d > 64:  # a round of 192 rows takes 1.6 times as long as one of 128
+        return "three" if d == 128 and not causal and not window and 1.6 * rounds("three") <= rounds("") else ""
+    few, large, blocks = rounds("few"), rounds(""), -(-sk // 128)
+    if (
+        window
+    ):  # many masks: the window's edges, or the diagonal, go through more than a quarter of the blocks that a tile sees
+        seen = min(blocks, (192 + (1 if causal else 2) * (window - 1) - 1) // 128 + 2)
+        fits = seen < (12 if causal else 20) and (128 if causal else 160) * few <= 192 * large
+    elif causal:  # larger tiles take 0.88 of the time, and smaller ones end together
+        fits = sq <= 1024 or large <= 2
+    else:  # larger tiles take 1.29 times as long for a block of keys, and 3.6 blocks, not 2, for start and end
+        fits = few * (blocks + 2) <= large * (1.29 * blocks + 3.6)
+    return "few" if fits else ""
 
 
 def packed_variant(head_dim: int, tokens: int, heads: int, programs: int) -> str:
@@ -157,9 +135,7 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
     if step == 3:
         return Plan(d, 64 if d == 256 else 128)
     if step == 4:
-        return replace(
-            _STEP_5[d, ""], v_extra=0, stages=3 if d == 64 else 2, q_slots=1, o_in_q=d == 256, prefill=0, keys_first=0
-        )
+        return replace(_STEP_5[d, ""], v_extra=0, stages=3 if d == 64 else 2, q_slots=1, prefill=0)
     if step == 5:
         plan = _STEP_5.get((d, variant)) or _STEP_5[d, ""]
         return replace(plan, depth=-(-head_dim // 16) * 16 if 64 < head_dim <= 96 else 0)

@@ -11,16 +11,11 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     Q             tiles of the block's rows                    2                2                1
     K, V tile     BLOCK_N keys, slots of the K and V rings     128, 4 and 4     128, 2 and 3     64, 2 and 3
     registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
-    shared        Q + K ring + V ring + O                      48+64+64+24      64+64+96+0       64+64+96+0 KiB
-    halves        rows r and r+8 of a warp as two softmaxes    no               yes              yes
+    shared        Q + K ring + V ring                          48+64+64         64+64+96         64+64+96 KiB
     own_keys      masked: each consumer starts at its last block yes             no               yes
-    o_in_q        the output leaves through Q's tile           no               yes              yes
     prefill       blocks asked for before the roles begin      0                0                2
-    keys_first    blocks of the next tile asked for before Q   0                0                2
 
-With two tiles of Q the producer goes on into the next tile while this one is computed. With one it asks for `keys_first`
-blocks and brings Q into the L2, until all consumers have done with the last Q (`transfers.py`). The other variants are in
-`plan.variant_for`.
+With two tiles of Q the producer goes on into the next tile while this one is computed. The other plans are in `plan.py`.
 
 Where to find what: a block of keys in `blocks.py`, rings and masks in `pipeline.py`, what is loaded and stored in `transfers.py`,
 and which program has which tile in `plan.py`. Only blocks that straddle the diagonal, the window's edge or the
@@ -39,19 +34,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.arguments import Arguments, unused
-from utils.attention.gluon.blocks import (
-    finish_block,
-    first_block,
-    normalizers,
-    spread,
-    start_output,
-    step,
-    unseen_halves,
-)
+from utils.attention.gluon.blocks import first_block, normalizers, spread, start_output, step
 from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
 from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_blocks
-from utils.attention.gluon.shared import accumulator, start_scores, wait_products
+from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.transfers import fill_rings, producer, store_lse, store_tile
 from utils.kernels.assembling import narrow_products, reassembled
 from utils.kernels.capture import tensor_on
@@ -76,14 +63,12 @@ def skip_blocks(work, it, count):
 @gluon.jit
 def consumer(work, results, W: gl.constexpr):
     """Warpgroup W: rows W * 64 and on of each tile, key blocks from the last to the first."""
-    out, o_tiles, lse_ptr = results
+    out, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
     HIDING: gl.constexpr = work.HIDING
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    # Two tiles of Q, and the output leaves through the one that it belongs to: the slot is released a tile later.
-    LATE_RELEASE: gl.constexpr = PLAN.o_in_q and PLAN.q_slots == 2
 
     count, t, rest = work.todo.first()
     it = 0
@@ -97,11 +82,6 @@ def consumer(work, results, W: gl.constexpr):
             own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop, base)[1], lo + 1)
             it = skip_blocks(work, it, hi - own_hi)
             hi = own_hi
-        before = 0
-        if HIDING and PLAN.consumers > 1:  # the tile's first blocks may lie before the window of this consumer's rows
-            own_lo = gl.minimum(gl.maximum(work.visible_blocks(row, BLOCK_M, stop, base)[0], lo), hi - 1)
-            before = own_lo - lo
-            lo = own_lo
         n = hi - lo
         right, edge = work.clean_blocks(row, BLOCK_M, lo, hi, stop, base)
 
@@ -109,7 +89,7 @@ def consumer(work, results, W: gl.constexpr):
         q = work.q.tile(i, W)
         block = Block(it, row, base + (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, q)
-        if LATE_RELEASE:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
+        if PLAN.q_slots == 2:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
                 tma.store_wait(0)
@@ -123,97 +103,20 @@ def consumer(work, results, W: gl.constexpr):
             masked = HIDING and ((j < right) | (j >= edge))
             o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked)
             it += 1
-        if not PLAN.o_in_q:
-            work.q.release(i, W)
 
         pv = start_output(work, it, o, p, state)
         inverse = normalizers(state, work.c, row)[0]
-        store_lse(work, lse_ptr, state, flat, row, stop)
         # The output's registers are read next, and V's slot is released.
         o = wait_products(pv, 0, BLOCK_D)
         o = o * spread(inverse, o)
         work.v.release(it - 1)
-        if HIDING and PLAN.consumers > 1:
-            it = skip_blocks(work, it, before)
-        if not PLAN.o_in_q:
-            tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
-        store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o, stop)
-        if PLAN.o_in_q and not LATE_RELEASE:
+        store_tile(work, out, flat, row, work.q.tiles.index(work.q.slot(i, W)), o, stop)
+        store_lse(work, lse_ptr, state, flat, row, stop)
+        if PLAN.q_slots == 1:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)
         t = work.todo.finish_next(t_next)
     tma.store_wait(0)  # shared memory must live until TMA has read it
-
-
-@gluon.jit
-def consumer_ahead(work, results, W: gl.constexpr):
-    """`consumer` for full attention with two tiles of Q: the key blocks of all tiles are one stream.
-
-    A tile's last P V runs beside the softmax of the next tile's first block, so each tile has two blocks at least.
-    """
-    out, o_tiles, lse_ptr = results
-    PLAN: gl.constexpr = work.PLAN
-    BLOCK_N: gl.constexpr = PLAN.block_n
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-
-    count, t = work.todo.first()[:2]
-    n = gl.cdiv(work.sk, BLOCK_N)
-    it = gl.to_tensor(0)
-    last_key = (n - 1) * BLOCK_N  # only a tile's first block, with the last keys, is masked: that needs no row
-    work.q.wait_full(0, W)
-    p, state = first_block(work, Block(it, it, last_key), work.q.tile(0, W))
-    it += 1
-    work.k.wait_full(it)  # each step waits for the next one's keys; this is the first one's
-    for i in range(count):
-        more = i + 1 < count
-        tile, flat = work.todo.locate(t)
-        row = (tile * PLAN.consumers + W) * BLOCK_M
-        q = work.q.tile(i, W)
-        o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
-        if PLAN.o_in_q:
-            # The second block by itself: the last tile's rows leave its Q's slot while the products run.
-            s = start_scores(q, work.k.tile(it), PLAN.depth)
-            pv = start_output(work, it, o, p, state)
-            if i > 0:
-                tma.store_wait(0)  # Q's slot holds the last tile's output: the next Q may not come before it has left
-                work.q.release(i + 1, W)
-            block = Block(it, it, last_key)
-            o, p, state = finish_block(work, block, s, pv, state, (n > 2) | more, False)
-            it += 1
-        for j in range(2 if PLAN.o_in_q else 1, n):
-            block = Block(it, it, last_key)
-            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, False)
-            it += 1
-        if not PLAN.o_in_q:
-            work.q.release(i, W)
-
-        # Behind the last tile the next block is one that still lies there, and nobody asks for the result.
-        work.q.wait_full(i + 1, W, pred=more)
-        next_q = work.q.tile(gl.where(more, i + 1, i), W)
-        s = start_scores(next_q, work.k.tile(gl.where(more, it, it - 1)), PLAN.depth)
-        pv = start_output(work, it, o, p, state)
-        inverse = normalizers(state, work.c, row)[0]
-        store_lse(work, lse_ptr, state, flat, row, work.sq)
-        unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
-        block = Block(it, it, last_key)
-        o, p, state = finish_block(work, block, s, pv, unseen, more, True)
-        it += 1
-        if not PLAN.o_in_q:
-            tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
-        o_tile = o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W)
-        store_tile(work, out, flat, row, o_tile, o * spread(inverse, o), work.sq)
-        t += gl.num_programs(0)
-    tma.store_wait(0)  # shared memory must live until TMA has read it
-
-
-@gluon.jit
-def consume(work, results, W: gl.constexpr):
-    """Warpgroup W: `consumer_ahead` or `consumer`, as the plan says."""
-    if work.PLAN.ahead:
-        consumer_ahead(work, results, W)
-    else:
-        consumer(work, results, W)
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
@@ -249,22 +152,15 @@ def attention_step5(
     """Allocate rings and barriers, then start the roles: a producer warp and PLAN.consumers consumer warpgroups."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     REGISTERS: gl.constexpr = PLAN.registers
-    BLOCK_D: gl.constexpr = PLAN.block_d
     # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
-    if PLAN.ahead:
-        gl.static_assert(PLAN.halves and PLAN.q_slots == 2 and not (CASE.mask != "" or PLAN.own_keys))
     PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
     HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
     READY: gl.constexpr = PREFILL if PREFILL > 0 else None
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None, HIDING)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY, HIDING)
-    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, 0, READY, HIDING)
-    if PLAN.o_in_q:
-        o_tiles = q.tiles
-    else:
-        o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
+    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY)
+    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, 0, READY)
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, CASE.dealt, CASE.mask == "causal")
     work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
     if PREFILL > 0:
@@ -273,15 +169,15 @@ def attention_step5(
         make_barriers(k, CONSUMERS, PREFILL)
         make_barriers(v, CONSUMERS, PREFILL)
         fence_async_shared()  # TMA completes these barriers, too
-    results = ((o_desc, out_ptr, eighths), o_tiles, lse_ptr)
+    results = ((o_desc, out_ptr, eighths), lse_ptr)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. With one or two consumers the last roles fall away.
     gl.warp_specialize(
         [
-            (consume, (work, results, 0)),
+            (consumer, (work, results, 0)),
             (producer, (work, q_desc, k_desc, v_desc)),
-            (consume, (work, results, 1)),
-            (consume, (work, results, 2)),
+            (consumer, (work, results, 1)),
+            (consumer, (work, results, 2)),
         ][: CONSUMERS + 1],
         [1, 4, 4][:CONSUMERS],
         [32 if CONSUMERS == 3 else 24, REGISTERS, REGISTERS][:CONSUMERS],

@@ -10,26 +10,6 @@ from utils.attention.gluon.blocks import normalizers
 from utils.attention.gluon.shared import thread_barrier, tma_store
 
 
-@gluon.constexpr_function
-def _prefetch_asm():
-    return (
-        "{ .reg .b64 map; .reg .pred first; elect.sync _|first, 0xffffffff; "
-        "mov.b64 map, attention_step5_param_0; cvta.param.u64 map, map; "
-        "@first cp.async.bulk.prefetch.tensor.4d.L2.global.tile [map, {$1, $2, $3, $4}]; mov.u32 $0, 0; }"
-    )
-
-
-@gluon.jit
-def prefetch_queries(batch, head, row):
-    """Bring a tile of Q into the L2.
-
-    Gluon has no word for it, and gives no descriptor's address. Q's descriptor is the kernel's first argument, which PTX knows by name.
-    """
-    asm: gl.constexpr = _prefetch_asm()
-    at = [gl.to_tensor(0), gl.to_tensor(row), gl.to_tensor(head), gl.to_tensor(batch)]
-    gl.inline_asm_elementwise(asm, "=r,r,r,r,r", at, dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit
 def producer(work, q_desc, k_desc, v_desc):
     """One warp: keep the rings of Q, K and V full, across tiles. `it` counts blocks of keys since the start."""
@@ -47,19 +27,6 @@ def producer(work, q_desc, k_desc, v_desc):
         if PLAN.prefill > 0:  # of the first tile `fill_rings` has asked for some
             begin = gl.where(i == 0, gl.minimum(PLAN.prefill, hi - lo), 0)
             it += begin
-        if PLAN.keys_first > 0:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
-            if i > 0:
-                # Q's slot is free last, when the output has left through it: until then Q comes as far as the L2.
-                for w in gl.static_range(CONSUMERS):
-                    prefetch_queries(batch, head, row + w * BLOCK_M)
-                begin = gl.minimum(PLAN.keys_first, hi - lo)
-                for j in range(begin):
-                    key = base + (hi - 1 - j) * PLAN.block_n
-                    work.k.load(it, k_desc, batch, kv_head, key)
-                    work.v.load(it, v_desc, batch, kv_head, key)
-                    it += 1
-                for w in gl.static_range(CONSUMERS):
-                    work.q.load(i, q_desc, batch, head, row + w * BLOCK_M, w)
         for j in range(begin, hi - lo):
             key = base + (hi - 1 - j) * PLAN.block_n
             # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
