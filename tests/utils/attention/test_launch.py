@@ -299,3 +299,26 @@ def test_random_problems_on_random_machines(monkeypatch, seed):
         plan = plan_for(5, head_dim, variant_for(head_dim, causal, window, sq, sk, group, programs))
         order = rng.choice((None, seed))
         compare_simulated(monkeypatch, q, k, v, plan, programs, causal=causal, window=window, lse=lse, seed=order)
+
+
+@needs_triton
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False)])
+def test_few_tiles_over_many_keys_go_to_the_decode_kernel(monkeypatch, head_dim, causal):
+    from utils import gluon_cpu
+    from utils.attention import make_problem
+    from utils.attention.backends.gluon import decodes
+    from utils.attention.gluon.decode import launch as decode_launch
+    from utils.attention.gluon.decode.plan import arrange
+    from utils.attention.reference import reference
+
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 130, head_dim, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 1, 540, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    assert decodes(make_problem(q, k, v, causal=causal))
+    assert not decodes(make_problem(q, k[:, :, :500], v[:, :, :500], causal=causal))
+    assert not decodes(make_problem(q.expand(23, 2, 130, head_dim), *(x.expand(23, 1, 540, head_dim) for x in (k, v))))
+    monkeypatch.setattr(decode_launch, "arrange", lambda shape, _: arrange(shape, 7))
+    with gluon_cpu.simulate() as run:
+        out = decode_launch.Launch(q, k, v, causal, 0.1, 0, False, None)(q, k, v, None, None, None)
+    expected = reference(q, k, v, causal=causal, scale=0.1)[0]
+    assert run.ok and (out.double() - expected).norm() <= 6e-3 * expected.norm()

@@ -17,7 +17,7 @@ from the last block to the first, so the masked blocks of a causal tile come fir
 
 With two tiles of Q the producer goes on into the next tile while this one is computed. The other plans are in `plan.py`.
 
-Where to find what: a block of keys in `blocks.py`, rings and masks in `pipeline.py`, what is loaded and stored in `transfers.py`,
+Where to find what: a block of keys in `blocks.py`, its softmax in `softmax.py`, rings and masks in `pipeline.py`, what is loaded and stored in `transfers.py`,
 and which program has which tile in `plan.py`. Only blocks that straddle the diagonal, the window's edge or the
 last key are masked. Causal tiles begin where the diagonal lies in a tile's first block alone, and so does the last key: without
 a window, the loop has no mask in it. Measured beside cuDNN and FlashAttention 3 and 4: docs/kernels/attention.md.
@@ -34,11 +34,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.arguments import Arguments, unused
-from utils.attention.gluon.blocks import first_block, normalizers, spread, start_output, step
+from utils.attention.gluon.blocks import first_block, start_output, step
 from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
 from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, wait_products
+from utils.attention.gluon.softmax import normalizers, spread
 from utils.attention.gluon.transfers import fill_rings, producer, store_lse, store_tile
 from utils.kernels.assembling import narrow_products, reassembled
 from utils.kernels.capture import tensor_on

@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from utils.attention.gluon.blocks import normalizers
 from utils.attention.gluon.shared import thread_barrier, tma_store
+from utils.attention.gluon.softmax import normalizers
 
 
 @gluon.jit

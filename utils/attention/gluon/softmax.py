@@ -1,0 +1,128 @@
+"""Step 5's softmax on the registers of one warpgroup: 64 rows as one piece, or as two halves that are computed in turn.
+
+A warp of an m64 product holds 16 rows, and each thread holds elements of two of them, r and r + 8. With up to two consumers
+the rows r and the rows r + 8 have a softmax each, so that the wait for P V can stand between the two: packing and summing
+of the first half then fill the gaps between the exponentials of the second. With 160 registers ptxas would put that wait
+first, and nothing would overlap: three consumers compute all rows as one piece. Scores are in base 2 (`shared.py`).
+
+The running maximum follows the true one only when that has grown by more than 2^8. The result is exact all the same,
+because sum and output carry the same factor, and after the first blocks hardly any warp multiplies its output again.
+"""
+
+# No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from utils.attention.gluon.shared import MINUS_INF, aggregate, inverse_and_lse
+
+
+@aggregate
+class Rows:
+    """Running softmax of some rows: maximum in use, sum, and the factor by which the last block rescaled them.
+
+    Of a half `total` keeps one partial sum for each thread, (4, 8, 4), which are added up only at the end of a tile.
+    """
+
+    maximum: gl.tensor
+    total: gl.tensor
+    factor: gl.tensor
+
+
+@gluon.jit
+def split_rows(x):
+    """[64, N] accumulator -> rows r and rows r + 8 of each warp, [4, 8, N] each: registers are renamed, not moved."""
+    return x.reshape([4, 2, 8, x.shape[1]]).permute([0, 2, 3, 1]).split()
+
+
+@gluon.jit
+def join_rows(a, b):
+    """Undo `split_rows`: two halves [4, 8, N] -> [64, N]."""
+    return gl.join(a, b).permute([0, 3, 1, 2]).reshape([64, a.shape[2]])
+
+
+@gluon.jit
+def spread(values, x):
+    """Values of the rows, one tensor, or one of rows r and one of rows r + 8, over the columns of the accumulator x."""
+    if len(values) == 1:
+        return gl.broadcast(gl.convert_layout(values[0], gl.SliceLayout(1, x.type.layout))[:, None], x)[0]
+    else:
+        x0, x1 = split_rows(x)
+        rows: gl.constexpr = gl.SliceLayout(2, x0.type.layout)
+        a = gl.broadcast(gl.convert_layout(values[0], rows)[:, :, None], x0)[0]
+        b = gl.broadcast(gl.convert_layout(values[1], rows)[:, :, None], x1)[0]
+        return gl.convert_layout(join_rows(a, b), x.type.layout)
+
+
+@gluon.jit
+def thread_sums(p):
+    """Sum over the columns that one thread holds, [4, 8, N] -> [4, 8, 4]: no exchange between threads."""
+    return gl.sum(gl.sum(p.reshape([4, 8, p.shape[2] // 8, 4, 2]), 4), 2)
+
+
+@gluon.jit
+def lazy_maximum(old, top, c, MASKED: gl.constexpr):
+    """Return the maximum to use (the old one until the new one is 2^8 above it), c * that, and the rescale factor."""
+    new = gl.where((top - old) * c > 8.0, top, old)
+    shifted = new * c
+    if MASKED:
+        shifted = gl.where(new == MINUS_INF, 0.0, shifted)  # a row that has seen no key yet: 2^(-inf), not nan
+        return new, shifted, gl.exp2(old * c - shifted)
+    else:
+        return new, shifted, gl.exp2((old - new) * c)
+
+
+@gluon.jit
+def half_softmax(s, rows, top, c, dtype: gl.constexpr, MASKED: gl.constexpr):
+    """Softmax of one half's scores [4, 8, N], whose maximum with all before is `top`: probabilities and new `Rows`."""
+    maximum, shifted, factor = lazy_maximum(rows.maximum, top, c, MASKED)
+    p = gl.exp2(s * c - shifted[:, :, None])
+    sums = thread_sums(p)
+    total = rows.total * gl.convert_layout(factor, gl.SliceLayout(2, sums.type.layout))[:, :, None] + sums
+    return p.to(dtype), Rows(maximum, total, factor)
+
+
+@gluon.jit
+def whole_softmax(s, rows, c, dtype: gl.constexpr, MASKED: gl.constexpr):
+    """Softmax of the scores [64, N] in one piece: probabilities and the new `Rows`."""
+    maximum, shifted, factor = lazy_maximum(rows.maximum, gl.maximum(rows.maximum, gl.max(s, 1)), c, MASKED)
+    p = gl.exp2(s * c - shifted[:, None])
+    return p.to(dtype), Rows(maximum, rows.total * factor + gl.sum(p, 1), factor)
+
+
+@gluon.jit
+def unseen_half(s):
+    """`Rows` of a half that has seen no key; s gives the layout."""
+    maximum = gl.full_like(gl.max(s, 2), MINUS_INF)
+    return Rows(maximum, thread_sums(gl.zeros_like(s)), maximum)
+
+
+@gluon.jit
+def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.constexpr):
+    """Softmax of a tile's first block: probabilities [64, N] and the state, a tuple of one or two `Rows`."""
+    if HALVES:
+        s0, s1 = split_rows(s)
+        p0, rows0 = half_softmax(s0, unseen_half(s0), gl.max(s0, 2), c, dtype, MASKED)
+        p1, rows1 = half_softmax(s1, unseen_half(s1), gl.max(s1, 2), c, dtype, MASKED)
+        return join_rows(p0, p1), (rows0, rows1)
+    else:
+        maximum = gl.full_like(gl.max(s, 1), MINUS_INF)
+        p, rows = whole_softmax(s, Rows(maximum, gl.zeros_like(maximum), maximum), c, dtype, MASKED)
+        return p, (rows,)
+
+
+@gluon.jit
+def normalizers(state, c, row):
+    """Return 1 / sum, and (row numbers, log-sum-exp) to store: each a tuple of one tensor, or of two with halves."""
+    if len(state) == 1:
+        rows = state[0]
+        inverse, lse = inverse_and_lse(rows.maximum, rows.total, c)
+        return (inverse,), ((row + gl.arange(0, 64, rows.maximum.type.layout), lse),)
+    else:
+        upper, lower = state
+        layout: gl.constexpr = upper.maximum.type.layout
+        inverse0, lse0 = inverse_and_lse(upper.maximum, gl.convert_layout(gl.sum(upper.total, 2), layout), c)
+        inverse1, lse1 = inverse_and_lse(lower.maximum, gl.convert_layout(gl.sum(lower.total, 2), layout), c)
+        warp = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
+        numbers = row + 16 * warp + gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
+        return (inverse0, inverse1), ((numbers, lse0), (numbers + 8, lse1))
