@@ -274,7 +274,7 @@ def test_a_captured_graph_keeps_its_schedule(monkeypatch, capturing):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     schedule = torch.zeros(4, dtype=torch.int32)
     alive, ran = weakref.ref(schedule), []
-    kept = step5_overlapped.Launch(lambda *tensors: ran.append(len(tensors)), schedule)
+    kept = step5_overlapped.repeated(lambda *tensors: ran.append(len(tensors)), schedule)
     kept(*[torch.zeros(1)] * 5)
     del kept, schedule  # as when newer launches and schedules have taken their places
     assert ran == [6] and (alive() is not None) == capturing

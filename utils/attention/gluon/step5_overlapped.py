@@ -26,7 +26,7 @@ a window, the loop has no mask in it. Measured beside cuDNN and FlashAttention 3
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from triton.experimental import gluon
@@ -219,21 +219,18 @@ def keep_for_graphs(schedule: torch.Tensor) -> None:
         _captured[schedule.data_ptr()] = schedule
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A launch that was made, to be repeated on (q, k, v, out, lse) like these."""
+def repeated(handle: Callable, schedule: torch.Tensor | None) -> Callable:
+    """Return a launch that was made, to be repeated on (q, k, v, out, lse) like its own."""
 
-    handle: Handle
-    schedule: torch.Tensor | None
+    def again(q, k, v, out, lse) -> None:
+        if schedule is not None:
+            keep_for_graphs(schedule)
+        handle(q, k, v, out, out, lse)
 
-    def __call__(self, q, k, v, out, lse) -> None:
-        """Launch again."""
-        if self.schedule is not None:
-            keep_for_graphs(self.schedule)
-        self.handle(q, k, v, out, out, lse)
+    return again
 
 
-def launch(a: Arguments) -> Launch | None:
+def launch(a: Arguments) -> Callable | None:
     """Run the kernel on tensors of a GPU: a program on each multiprocessor, or one for each tile if those are fewer.
 
     Returns:
@@ -267,6 +264,6 @@ def launch(a: Arguments) -> Launch | None:
     if compiled is None:
         return None
     handle = Handle(narrowed(compiled, plan), (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
-    launched = Launch(handle, schedule)
+    launched = repeated(handle, schedule)
     launched(a.q, a.k, a.v, a.out, a.lse)
     return launched
