@@ -25,8 +25,9 @@ def compile_step(
     dtype: str = "bf16",
     variant: str = "",
     plan: Plan | None = None,
+    mask: str = "",
+    offset: bool = False,
     lse: bool = False,
-    **case,
 ) -> Assembly:
     """Compile a step of the ladder for sm_90a.
 
@@ -36,32 +37,22 @@ def compile_step(
         dtype: "bf16" or "fp16".
         variant: Of step 5's plan (`plan.variant_for`).
         plan: Tile and pipeline; the step's own by default.
+        mask: "causal" or "window"; of step 5 any of `plan.Case`, whose tiles are dealt under a mask.
+        offset: As in `plan.Case`.
         lse: Whether steps 1 to 4 store the log-sum-exp; in step 5 that is an argument of the launch.
-        **case: Fields of `plan.Case`; tiles are dealt under a mask.
     """
     from triton.experimental.gluon import language as gl
 
     plan = plan or plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
-    needs = Case(**case, dealt=case.get("mask", "") != "")
-    constants = {
-        "HEAD_DIM": head_dim,
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_N": plan.block_n,
-        "BLOCK_D": plan.block_d,
-        "CAUSAL": needs.mask == "causal",
-        "WINDOW": needs.mask == "window",
-        "LSE": lse,
-        "CONSUMERS": plan.consumers,
-        "STAGES": plan.stages,
-        "REGISTERS": plan.registers,
-        "PLAN": plan,
-        "CASE": needs,
-    }
+    case = Case(mask, mask != "", offset)
+    constants = {name.upper(): value for name, value in vars(plan).items()}  # BLOCK_N, STAGES, ...
+    constants |= {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_M, "LSE": lse, "PLAN": plan, "CASE": case}
+    constants |= {"CAUSAL": mask == "causal", "WINDOW": mask == "window"}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kinds = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr", "out_ptr"), f"*{dtype}")
     kinds |= {"lse_ptr": "*fp32", "schedule": "*i32", "c": "fp32"}
-    kinds["back"] = "*i32" if needs.mask.startswith("packed") else "i32"
+    kinds["back"] = "*i32" if mask.startswith("packed") else "i32"
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     for name, rows in (("q", BLOCK_M), ("o", BLOCK_M), ("k", plan.block_n), ("v", plan.block_n)):
         kinds[f"{name}_desc"] = f"tensordesc<{dtype}[1, 1, {rows}, {plan.block_d}],{layout!r}>"
