@@ -107,12 +107,12 @@ def consumer(work, results, W: gl.constexpr):
 
         pv = start_output(work, it, o, p, state)
         inverse = normalizers(state, work.c, row)[0]
+        store_lse(work, lse_ptr, state, flat, row, stop)
         # The output's registers are read next, and V's slot is released.
         o = wait_products(pv, 0, BLOCK_D)
         o = o * spread(inverse, o)
         work.v.release(it - 1)
         store_tile(work, out, flat, row, work.q.tiles.index(work.q.slot(i, W)), o, stop)
-        store_lse(work, lse_ptr, state, flat, row, stop)
         if PLAN.q_slots == 1:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)

@@ -113,10 +113,11 @@ def store_tile(work, out, flat, row, tile, o, stop):
 def store_lse(work, lse_ptr, state, flat, row, stop):
     """Store the log-sum-exp, if it is wanted, of the rows from `row` on that exist, and are before `stop`.
 
-    The branch keeps the logarithms, a hundred instructions, behind the products that have just been handed over.
+    The logarithms run beside the products that have just been handed over. Inside of the branch they changed the order of the
+    loop's instructions: full attention took 1.008 of the time at head dimension 64, and behind the output causal 1.035.
     """
+    lses = normalizers(state, work.c, row)[1]
     if work.lse_wanted != 0:
-        lses = normalizers(state, work.c, row)[1]
         for half in gl.static_range(len(lses)):
             rows, lse = lses[half]
             gl.store(lse_ptr + flat.to(gl.int64) * work.sq + rows, lse, mask=(rows >= 0) & (rows < stop))
