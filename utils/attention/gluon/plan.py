@@ -48,8 +48,9 @@ class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
     mask: "" for none, "causal", "window", where keys before the last block hide, too, "packed" where a table has the interval of
-    each row (`intervals.py`), or "packed window". dealt: the host deals out the tiles (`deal_tiles`). offset: a head's first tile begins before its
-    first query (`row_offset`), or a packed one ends before its rows do; 64 causal loses 3 to 6% if every kernel has the code for it.
+    each row (`intervals.py`), or "packed window". dealt: the host deals out the tiles (`deal_tiles`). offset: a head's first tile
+    begins before its first query (`row_offset`), or a packed one ends before its rows do; 64 causal loses 3 to 6% if every kernel
+    has the code for it.
     """
 
     mask: str = ""
@@ -109,9 +110,8 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
     if d > 64:  # a round of 192 rows takes 1.6 times as long as one of 128
         return "three" if d == 128 and not causal and not window and 1.6 * rounds("three") <= rounds("") else ""
     few, large, blocks = rounds("few"), rounds(""), -(-sk // 128)
-    if (
-        window
-    ):  # many masks: the window's edges, or the diagonal, go through more than a quarter of the blocks that a tile sees
+    if window:
+        # Many masks: the window's edges, or the diagonal, go through more than a quarter of the blocks that a tile sees.
         seen = min(blocks, (192 + (1 if causal else 2) * (window - 1) - 1) // 128 + 2)
         fits = seen < (12 if causal else 20) and (128 if causal else 160) * few <= 192 * large
     elif causal:  # larger tiles take 0.88 of the time, and smaller ones end together
