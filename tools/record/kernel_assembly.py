@@ -41,7 +41,7 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
     for head_dim, variant, flags in (
         (64, "few", {"mask": "causal"}),
         (64, "few", {}),
-        (128, "ahead", {}),
+        (128, "three", {}),
         (64, "", {"mask": "packed"}),
         (128, "", {"mask": "window"}),
     ):

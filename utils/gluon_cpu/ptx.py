@@ -30,8 +30,8 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Run `gl.inline_asm_elementwise` if its text is known.
 
-    A wait for products, a broadcast from lane 0, a scalar plus zero, a product, a mask by columns, four e4m3 numbers as fp16; a
-    prefetch by TMA; named barriers; and what lets a launch begin before the last one has ended, which says nothing here, where
+    A wait for products, a broadcast from lane 0, a scalar plus zero, a product, a mask by columns, four e4m3 numbers as fp16;
+    named barriers; and what lets a launch begin before the last one has ended, which says nothing here, where
     launches run one after another.
     """
     args = list(args)
@@ -65,7 +65,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 def _idiom(asm: str, pack: int, count: int) -> tuple[str, Any]:
     """Return which idiom a text of `count` arguments is, and what its words say; "" for another text."""
     text = " ".join(asm.split())
-    if re.fullmatch(rf"{_PREFETCH_TILE}|griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
+    if re.fullmatch(r"griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
         return "nothing", None
     if named := re.fullmatch(r"bar\.(sync|arrive) \$1, (\d+); mov\.u32 \$0, 0;", text):
         return "named barrier", named.groups()
@@ -83,11 +83,6 @@ def _idiom(asm: str, pack: int, count: int) -> tuple[str, Any]:
     return ("numbers", text) if count == 1 and _BLOCK.fullmatch(text) else ("", None)
 
 
-_PREFETCH_TILE = (
-    r"\{ \.reg \.b64 map; \.reg \.pred first; elect\.sync _\|first, 0xffffffff; mov\.b64 map, \w+_param_0; "
-    r"cvta\.param\.u64 map, map; "
-    r"@first cp\.async\.bulk\.prefetch\.tensor\.4d\.L2\.global\.tile \[map, \{\$1, \$2, \$3, \$4\}\]; mov\.u32 \$0, 0; \}"
-)
 _ADD_ZERO = "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }"  # a lane's number is below 32
 
 

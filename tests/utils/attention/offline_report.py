@@ -16,8 +16,6 @@ PATTERNS = {
     "mbarrier_wait": ("ptx", r"mbarrier\.try_wait"),
     "expect_bytes": ("ptx", r"mbarrier\.arrive\.expect_tx"),
     "setmaxnreg": ("ptx", r"setmaxnreg"),
-    "first_descriptor": ("ptx", r"\.param \.align 64 \.b8 attention_step5_param_0\[128\]"),
-    "prefetched_tile": ("ptx", r"mov\.b64 map, attention_step5_param_0;"),
     "HGMMA": ("sass", r"HGMMA"),
     "UTMALDG": ("sass", r"UTMALDG"),
     "UTMASTG": ("sass", r"UTMASTG"),

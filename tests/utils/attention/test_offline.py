@@ -23,29 +23,24 @@ STEP_5 = [
         (64, {"mask": "causal"}),
         (64, {"variant": "few"}),
         (128, {"mask": "causal", "dtype": "fp16"}),
-        (128, {"variant": "ahead"}),
+        (128, {}),
+        (128, {"variant": "three"}),
         (80, {"mask": "causal"}),
         (128, {"mask": "window"}),
         (64, {"mask": "window"}),
         (64, {"mask": "packed", "offset": True}),
         (64, {"mask": "packed window"}),
         (256, {"mask": "causal"}),
-        (64, {"mask": "causal", "variant": "few", "parts": True}),
+        (256, {"variant": "one"}),
     )
 ]
-# Their like is above: parts without a mask.
-MORE_OF_STEP_5 = [
-    {"step": 5, "head_dim": 128, "flags": {"parts": True}},
-    {"step": 5, "head_dim": 256, "flags": {"variant": "one", "parts": True}},
-]
-CASES_OF_STEP_5 = STEP_5 + [pytest.param(case, marks=pytest.mark.overnight) for case in MORE_OF_STEP_5]
 
 
 @pytest.fixture(scope="module")
 def report(request):
     """What was compiled: steps 1 to 4, and the cases of step 5 that run in this session."""
     chosen = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
-    cases = STEPS_1_TO_4 + [case for case in STEP_5 + MORE_OF_STEP_5 if case in chosen]
+    cases = STEPS_1_TO_4 + [case for case in STEP_5 if case in chosen]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -69,7 +64,7 @@ def of(report, case):
     return report[json.dumps(case, sort_keys=True)]
 
 
-@pytest.mark.parametrize("case", STEPS_1_TO_4 + CASES_OF_STEP_5, ids=str)
+@pytest.mark.parametrize("case", STEPS_1_TO_4 + STEP_5, ids=str)
 @pytest.mark.slow
 def test_uses_hopper_products_and_nothing_spills(report, case):
     row = of(report, case)
@@ -97,25 +92,17 @@ def test_a_step_has_the_instructions_that_it_teaches(report, step, has, lacks):
     assert all(row[name] for name in has.split()) and not any(row[name] for name in lacks.split())
 
 
-@pytest.mark.parametrize("case", CASES_OF_STEP_5, ids=str)
+@pytest.mark.parametrize("case", STEP_5, ids=str)
 @pytest.mark.slow
 def test_step_5_is_specialized_within_its_register_budget(report, case):
     row = of(report, case)
     assert row["tma_load"] and row["mbarrier_wait"] and row["setmaxnreg"]
-    assert row["tma_store"] or "parts" in case["flags"]  # threads store the rows that they have added up
+    assert row["tma_store"]
     warpgroups = plan_of(case).consumers + 1
     assert row["registers"] * 128 * warpgroups <= 65536
 
 
-@pytest.mark.parametrize("case", [case for case in STEP_5 if case["head_dim"] == 256], ids=str)
-@pytest.mark.slow
-def test_the_next_tiles_queries_are_prefetched_by_the_first_argument(report, case):
-    """Q's descriptor is named in assembly (`loads.prefetch_queries`): it has to be the kernel's first argument."""
-    row = of(report, case)
-    assert row["first_descriptor"] == 1 and row["prefetched_tile"] == plan_of(case).consumers
-
-
-@pytest.mark.parametrize("case", CASES_OF_STEP_5, ids=str)
+@pytest.mark.parametrize("case", STEP_5, ids=str)
 @pytest.mark.slow
 def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
     """In the loop both products are queued, then the first is waited for, and exponentials run beside the second, or behind both."""
@@ -129,12 +116,12 @@ def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
     if plan.depth:  # the scores have a product for each 16 columns, P V has as many columns, and no others are scaled
         assert [f"64x{plan.depth}x16" in loop[i] for i in products] == [False] * (plan.depth // 16) + [True] * 8
         assert sum(text.startswith("FMUL") for text in loop) < plan.depth / 2 + 8
-    # A thread has BLOCK_N / 2 scores. Half of them (halves) or all are turned into probabilities while P V runs.
+    # A thread has BLOCK_N / 2 scores. Half of them, or all with three consumers, are turned into probabilities while P V runs.
     before = sum(i < waits[1] for i in exponentials)
-    assert before >= plan.block_n / 2 * (0.25 if plan.halves else 0.9)
+    assert before >= plan.block_n / 2 * (0.9 if plan.consumers == 3 else 0.25)
     assert not any(text.startswith("BAR.SYNC") for text in loop[waits[1] :]), "no barrier after the products"
     masks = sum(text.startswith("FSEL") for text in loop)
-    hiding = "window" in case["flags"].get("mask", "") or case["flags"].get("variant") == "ahead"  # its tail
+    hiding = "window" in case["flags"].get("mask", "")
     assert hiding or masks < plan.block_n / 8, "a mask in vain"
 
 

@@ -275,10 +275,10 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
 @pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize(
     ("head_dim", "sk", "programs", "variant"),
-    [(64, 129, 4, "ahead"), (80, 385, 5, "ahead"), (96, 200, 2, "three"), (128, 385, 5, "ahead")],
+    [(64, 129, 4, "few"), (80, 385, 5, ""), (96, 200, 2, "three"), (128, 385, 5, "")],
 )
 def test_full_attention_in_several_tiles_a_program(head_dim, sk, programs, variant, monkeypatch):
-    """Step 5's plans "ahead" and "three": one to six tiles for each program, two to five blocks of keys, full and partial ones."""
+    """Step 5 without a mask: one to six tiles for each program, two to five blocks of keys, full and partial ones."""
     launch = importlib.import_module(LADDER)
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: programs)
     monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
@@ -293,37 +293,28 @@ def test_full_attention_in_several_tiles_a_program(head_dim, sk, programs, varia
 
 
 @pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
-def test_rows_before_the_first_query_count_among_the_tiles_that_programs_share(monkeypatch):
-    """128 rows are one tile of 128, but two if the first one begins ten rows before them."""
-    launch = importlib.import_module(LADDER)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 4)
-    monkeypatch.setattr(launch, "variant_for", lambda *given: "few")
-    torch.manual_seed(10)
-    q, k, v = (torch.randn(1, 2, s, 64).bfloat16() for s in (128, 1034, 1034))
-    out, lse = torch.full_like(q, float("nan")), torch.empty(1, 2, 128)
-    with gluon_cpu.simulate(seed=10) as run:
-        launch._launch(5, q, k, v, out, lse, True, 64**-0.5 * math.log2(math.e), 0, True)
-    assert run.ok and (out.double() - attention(q, k, v, True, 0)).abs().max() < 0.02
-
-
-@pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize(
-    ("shape", "causal", "window", "variant", "parts"),
+    ("shape", "causal", "window", "variant", "programs"),
     [
-        ((1, 2, 1, 70, 300, 64), True, 0, "few", 2),
-        ((1, 2, 2, 130, 389, 128), True, 0, "", 3),
-        ((1, 1, 1, 60, 520, 256), False, 0, "", 4),
+        (
+            (1, 2, 1, 128, 1034, 64),
+            True,
+            0,
+            "few",
+            4,
+        ),  # one tile of 128 rows is two, if the first begins ten rows before them
+        ((1, 2, 2, 130, 389, 128), True, 0, "", 2),
+        ((1, 1, 1, 60, 520, 256), False, 0, "", 1),
         ((1, 1, 1, 100, 200, 256), False, 60, "one", 1),
-        ((1, 2, 1, 70, 700, 64), False, 0, "one", 8),
-        pytest.param((1, 2, 1, 200, 231, 64), True, 0, "short", 1, marks=pytest.mark.slow),
+        ((1, 2, 1, 70, 700, 64), False, 0, "one", 3),
+        pytest.param((1, 2, 1, 200, 231, 64), True, 0, "", 1, marks=pytest.mark.slow),
     ],
 )
-def test_shared_tiles_and_tiles_that_begin_before_the_first_query(shape, causal, window, variant, parts, monkeypatch):
-    """Step 5 where programs share the keys of a tile, and where Sk - Sq is no multiple of 64; the same bits twice."""
+def test_tiles_that_begin_before_the_first_query(shape, causal, window, variant, programs, monkeypatch):
+    """Step 5 where Sk - Sq is no multiple of 64; the same bits twice."""
     launch = importlib.import_module(LADDER)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 64 if parts > 1 else 1)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: programs)
     monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
-    monkeypatch.setattr(launch.step_module(5), "parts_for", lambda *given: parts)
     torch.manual_seed(shape[4])
     batch, heads, kv_heads, sq, sk, head_dim = shape
     q, k, v = (torch.randn(batch, h, s, head_dim).bfloat16() for h, s in ((heads, sq), (kv_heads, sk), (kv_heads, sk)))

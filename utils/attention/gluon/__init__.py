@@ -4,7 +4,7 @@
     out, lse = forward(q, k, v, causal=True, step=5)
 
 Read `shared.py` first, then step1 to step5: each says at its head what it adds, and has a `launch` of its own.
-`pipeline.py`, `loads.py`, `blocks.py`, `softmax.py` and `stores.py` are parts of step 5, `plan.py` holds tiles and schedules, `arguments.py` what a launch
+`pipeline.py`, `transfers.py`, `blocks.py` and `softmax.py` are parts of step 5, `plan.py` holds tiles and schedules, `arguments.py` what a launch
 needs, `launch.py` is the operator that torch sees, and `offline.py` compiles a step without a GPU. The backward pass is a
 ladder of its own in `backward/`. A few new tokens over a long cache have a kernel of their own, in `decode/`. Importing
 this package imports no Triton.

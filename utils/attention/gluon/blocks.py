@@ -14,7 +14,7 @@ from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows
 def start_output(work, number, o, p, state):
     """Hand P V of block number - 1 to the tensor cores, added to `o`, which with halves is rescaled only here."""
     work.v.wait_full(number - 1)
-    if work.PLAN.halves:
+    if len(state) == 2:
         o = rescale(o, spread((state[0].factor, state[1].factor), o))
     return warpgroup_mma(p, work.v.tile(number - 1), o, is_async=True)
 
@@ -28,19 +28,22 @@ def first_block(work, block, q):
     # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
     s = wait_products(start_scores(q, work.k.tile(block.number), PLAN.depth), 0, PLAN.block_n)
     work.k.release(block.number)
-    s = work.mask(
-        s, block
-    )  # without a mask it has the last key, behind which there is none; each row sees one key at least
-    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, MASKED)
+    # Without a mask the first block has the last key, behind which there is none; each row sees one key at least.
+    p, state = first_softmax(work.mask(s, block), work.c, q.dtype, PLAN.consumers < 3, MASKED)
     return gl.convert_layout(p, left_operand(PLAN.block_d)), state
 
 
 @gluon.jit
-def finish_block(work, block, s, pv, state, more, masked):
-    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running."""
+def step(work, block, q, o, p, state, more, masked):
+    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
+
+    more: whether another block follows. masked: whether this one has a mask.
+    """
     PLAN: gl.constexpr = work.PLAN
     HIDING: gl.constexpr = work.HIDING
     dtype: gl.constexpr = work.k.tiles.dtype
+    s = start_scores(q, work.k.tile(block.number), PLAN.depth)
+    pv = start_output(work, block.number, o, p, state)
     # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
     s = wait_products(s, 1, PLAN.block_n)
     work.k.release(block.number)
@@ -49,7 +52,13 @@ def finish_block(work, block, s, pv, state, more, masked):
 
     # The wait for the next keys makes a basic block of what comes before it: without it ptxas hoists the wait for P V
     # above the exponentials, and nothing overlaps. The wait for P V comes before `o` and the slot of V are used again.
-    if PLAN.halves:
+    if PLAN.consumers == 3:
+        p, rows = whole_softmax(s, state[0], work.c, dtype, HIDING)
+        work.k.wait_full(block.number + 1, pred=more)
+        o = wait_products(pv, 0, PLAN.block_d)
+        work.v.release(block.number - 1)
+        return rescale(o, spread((rows.factor,), o)), gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
+    else:
         upper, lower = state
         s0, s1 = split_rows(s)
         top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
@@ -60,21 +69,3 @@ def finish_block(work, block, s, pv, state, more, masked):
         work.v.release(block.number - 1)
         p1, lower = half_softmax(s1, lower, top1, work.c, dtype, HIDING)
         return o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)
-    else:
-        p, rows = whole_softmax(s, state[0], work.c, dtype, HIDING)
-        work.k.wait_full(block.number + 1, pred=more)
-        o = wait_products(pv, 0, PLAN.block_d)
-        work.v.release(block.number - 1)
-        o = rescale(o, spread((rows.factor,), o))
-        return o, gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
-
-
-@gluon.jit
-def step(work, block, q, o, p, state, more, masked):
-    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
-
-    more: whether another block follows. masked: whether this one has a mask.
-    """
-    s = start_scores(q, work.k.tile(block.number), work.PLAN.depth)
-    pv = start_output(work, block.number, o, p, state)
-    return finish_block(work, block, s, pv, state, more, masked)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import replace
 
 from utils.attention.gluon.launch import kernel_of
 from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, Plan, plan_for
 from utils.attention.gluon.step5_overlapped import narrowed
-from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, Assembly, compile_gluon, read_assembly
+from utils.kernels.offline import BLACKWELL, Assembly, compile_gluon, read_assembly
 
 
 def compile_step(
@@ -26,8 +25,9 @@ def compile_step(
     dtype: str = "bf16",
     variant: str = "",
     plan: Plan | None = None,
+    mask: str = "",
+    offset: bool = False,
     lse: bool = False,
-    **case,
 ) -> Assembly:
     """Compile a step of the ladder for sm_90a.
 
@@ -37,33 +37,22 @@ def compile_step(
         dtype: "bf16" or "fp16".
         variant: Of step 5's plan (`plan.variant_for`).
         plan: Tile and pipeline; the step's own by default.
+        mask: "causal" or "window"; of step 5 any of `plan.Case`, whose tiles are dealt under a mask.
+        offset: As in `plan.Case`.
         lse: Whether steps 1 to 4 store the log-sum-exp; in step 5 that is an argument of the launch.
-        **case: Fields of `plan.Case`; tiles are dealt under a mask, and parts added up together.
     """
     from triton.experimental.gluon import language as gl
 
     plan = plan or plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
-    needs = Case(**case)
-    needs = replace(needs, dealt=needs.mask != "" and not needs.parts, together=needs.parts)
-    constants = {
-        "HEAD_DIM": head_dim,
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_N": plan.block_n,
-        "BLOCK_D": plan.block_d,
-        "CAUSAL": needs.mask == "causal",
-        "WINDOW": needs.mask == "window",
-        "LSE": lse,
-        "CONSUMERS": plan.consumers,
-        "STAGES": plan.stages,
-        "REGISTERS": plan.registers,
-        "PLAN": plan,
-        "CASE": needs,
-    }
+    case = Case(mask, mask != "", offset)
+    constants = {name.upper(): value for name, value in vars(plan).items()}  # BLOCK_N, STAGES, ...
+    constants |= {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_M, "LSE": lse, "PLAN": plan, "CASE": case}
+    constants |= {"CAUSAL": mask == "causal", "WINDOW": mask == "window"}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kinds = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr", "out_ptr"), f"*{dtype}")
-    kinds |= {"lse_ptr": "*fp32", "parts_ptr": "*fp32", "counters": "*i32", "schedule": "*i32", "c": "fp32"}
-    kinds["back"] = "*i32" if needs.mask.startswith("packed") else "i32"
+    kinds |= {"lse_ptr": "*fp32", "schedule": "*i32", "c": "fp32"}
+    kinds["back"] = "*i32" if mask.startswith("packed") else "i32"
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     for name, rows in (("q", BLOCK_M), ("o", BLOCK_M), ("k", plan.block_n), ("v", plan.block_n)):
         kinds[f"{name}_desc"] = f"tensordesc<{dtype}[1, 1, {rows}, {plan.block_d}],{layout!r}>"
@@ -83,7 +72,7 @@ def compile_blackwell(
         head_dim: 64 or 128.
         dtype: "bf16" or "fp16".
         causal: Whether the mask is causal.
-        capability: BLACKWELL or BLACKWELL_ULTRA.
+        capability: BLACKWELL or BLACKWELL_ULTRA of `utils.kernels.offline`.
     """
     from triton.experimental.gluon import language as gl
 
@@ -97,10 +86,11 @@ def compile_blackwell(
     return read_assembly(compiled, f"attention_blackwell for sm_{capability}a")
 
 
-INSTRUCTIONS = {  # by what is compiled: what the report counts
-    "step": ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "MUFU.EX2", "BAR.SYNC", "USETMAXREG", "LDL", "STL"),
-    "blackwell": ("UTCHMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG", "SYNCS", "MUFU.EX2", "USETMAXREG", "LDL", "STL"),
-}
+# Of which the report says how many a kernel has.
+INSTRUCTIONS = (
+    *("HGMMA", "UTCHMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "MUFU.EX2", "BAR.SYNC"),
+    *("USETMAXREG", "LDL", "STL"),
+)
 
 
 def main() -> None:
@@ -109,35 +99,22 @@ def main() -> None:
     parser.add_argument("step", choices=[*map(str, STEPS), "blackwell"])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--variant", choices=("", "one", "few", "ahead", "three"), default="")
+    parser.add_argument("--variant", choices=("", "one", "few", "three"), default="")
     parser.add_argument("--mask", choices=("", "causal", "window", "packed", "packed window"), default="")
-    for flag in ("lse", "parts", "offset"):
-        parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--lse", action="store_true")
+    parser.add_argument("--offset", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     options = vars(parser.parse_args())
-    show_sass, step = options.pop("sass"), options.pop("step")
+    show_sass, step, mask = options.pop("sass"), options.pop("step"), options["mask"]
     if step == "blackwell":
-        given = {"head_dim": options["head_dim"], "dtype": options["dtype"], "causal": options["mask"] == "causal"}
-        kernels = [compile_blackwell(**given, capability=target) for target in (BLACKWELL, BLACKWELL_ULTRA)]
+        kernel = compile_blackwell(options["head_dim"], dtype=options["dtype"], causal=mask == "causal")
     else:
-        kernels = [compile_step(int(step), options.pop("head_dim"), **options)]
-    for kernel in kernels:
-        report(kernel, INSTRUCTIONS["blackwell" if step == "blackwell" else "step"], show_sass)
-
-
-def report(kernel: Assembly, instructions: tuple[str, ...], show_sass: bool) -> None:
-    """Print a kernel's registers, spills and memory, and how often it has each instruction."""
+        kernel = compile_step(int(step), options.pop("head_dim"), **options)
     if show_sass:
         print(kernel.sass)
-    columns = f", {kernel.columns} columns of tensor memory" if kernel.columns else ""
-    print(
-        f"{kernel.name}: {kernel.registers} registers at launch, {kernel.spill_bytes} bytes spilled, "
-        f"{kernel.shared_bytes} bytes shared{columns}"
-    )
-    for instruction in instructions:
-        print(f"  {instruction:<12}{kernel.count(re.escape(instruction)):>6}")
-    for line in kernel.warnings:
-        print(" ", line)
+    print(f"{kernel.name}: {kernel.registers} registers at launch, {kernel.spill_bytes} bytes spilled")
+    print(f"{kernel.shared_bytes} bytes shared, {kernel.columns} columns of tensor memory")
+    print(*(f"  {name:<12}{kernel.count(re.escape(name)):>6}" for name in INSTRUCTIONS), *kernel.warnings, sep="\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from utils.attention.gluon.intervals import clean_interval, keep_interval, tile_entry, visible_interval
-from utils.attention.gluon.parts import Parts
 from utils.attention.gluon.shared import aggregate, keep_columns, tma_load, uniform
 
 
@@ -28,23 +27,16 @@ class Ring:
     empty: gl.shared_memory_descriptor  # mbarriers: every thread that reads the tile has released it
     SLOTS: gl.constexpr
     LANES: gl.constexpr
-    BITS: gl.constexpr  # slot and phase are bits of a load's number, not its remainder and its quotient
 
     @gluon.jit
     def slot(self, i, lane=0):
         """Index of load number i among tiles and barriers."""
-        if self.BITS:  # loads count from 0; a division would look after negative numbers, too
-            return (i & (self.SLOTS - 1)) * self.LANES + lane
-        else:
-            return (i % self.SLOTS) * self.LANES + lane
+        return (i % self.SLOTS) * self.LANES + lane
 
     @gluon.jit
     def phase(self, i):
         """Parity of the round in which load number i uses its slot."""
-        if self.BITS:
-            return (i & self.SLOTS) // self.SLOTS
-        else:
-            return (i // self.SLOTS) & 1
+        return (i // self.SLOTS) & 1
 
     @gluon.jit
     def tile(self, i, lane=0):
@@ -107,19 +99,17 @@ def allocate_ring(
     READERS: gl.constexpr,
     ROWS: gl.constexpr = 0,
     READY: gl.constexpr = None,
-    WINDOW: gl.constexpr = False,
 ):
     """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's.
 
     READY: how many of the barriers for full tiles are made now, if not all barriers; `make_barriers` makes the others.
-    WINDOW: whether the kernel masks a window. With bits it takes 3 to 7% longer.
     """
     count: gl.constexpr = SLOTS * LANES
     shape: gl.constexpr = ring_shape(count, descriptor.block_type.shape, ROWS)
     tiles = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
     full = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    ring = Ring(tiles, full, empty, SLOTS, LANES, SLOTS & (SLOTS - 1) == 0 and not WINDOW)
+    ring = Ring(tiles, full, empty, SLOTS, LANES)
     if READY is None:
         make_barriers(ring, READERS, 0)
     else:
@@ -141,18 +131,15 @@ def make_barriers(ring, READERS: gl.constexpr, READY: gl.constexpr):
 class Tiles:
     """Which tiles of query rows this program computes, in which order. A tile belongs to one head of one sequence.
 
-    DEALT: a row of `schedule` for each program, computed on the host (`dealing.deal_tiles`). Otherwise program p
-    takes the tiles p, p + programs, ...; LONGEST_FIRST numbers them from the last row tile of all heads down. Where
-    programs share tiles (SHARED, `parts.py`), each takes one item: t counts the parts of all tiles.
+    DEALT: a row of `schedule` for each program, computed on the host (`plan.deal_tiles`). Otherwise program p
+    takes the tiles p, p + programs, ...; LONGEST_FIRST numbers them from the last row tile of all heads down.
     """
 
     schedule: gl.tensor
     stride: gl.tensor
     tiles_m: gl.tensor
     heads_total: gl.tensor
-    parts: gl.tensor
     DEALT: gl.constexpr
-    SHARED: gl.constexpr
     LONGEST_FIRST: gl.constexpr
 
     @gluon.jit
@@ -163,7 +150,7 @@ class Tiles:
         if self.DEALT:
             return uniform(gl.load(own)), uniform(gl.load(own + 1)), own + 2
         else:
-            return gl.cdiv(self.tiles_m * self.heads_total * self.parts - program, gl.num_programs(0)), program, own
+            return gl.cdiv(self.tiles_m * self.heads_total - program, gl.num_programs(0)), program, own
 
     @gluon.jit
     def start_next(self, t, rest, i):
@@ -178,8 +165,6 @@ class Tiles:
     @gluon.jit
     def locate(self, t):
         """Tile number -> (row tile, head counted over all sequences)."""
-        if self.SHARED:
-            t = t // self.parts
         if self.DEALT:
             return t & 0xFFFF, t >> 16
         elif self.LONGEST_FIRST:
@@ -207,7 +192,6 @@ class Work:
     k: Ring
     v: Ring
     todo: Tiles
-    parts: Parts
     PLAN: gl.constexpr  # plan.Plan: tile, slots, variants
     CASE: gl.constexpr  # plan.Case: what the attention needs
     PACKED: gl.constexpr  # a table has the interval of each row
@@ -215,19 +199,26 @@ class Work:
 
     @gluon.jit
     def place(self, tile):
-        """A row tile's first row, where its rows end, or all of them, and the key from which on its blocks are counted.
+        """Where a row tile lies: its rows [row, stop), its blocks of keys [lo, hi), and the key from which on they are counted.
 
         The first row of the first tile may be negative (`plan.row_offset`); TMA skips such rows.
         """
         if self.PACKED:
             table = self.back
-            return (
-                tile_entry(table, tile, self.sq, 0),
-                tile_entry(table, tile, self.sq, 1),
-                tile_entry(table, tile, self.sq, 2),
-            )
+            row, stop = tile_entry(table, tile, self.sq, 0), tile_entry(table, tile, self.sq, 1)
+            return row, stop, 0, tile_entry(table, tile, self.sq, 3), tile_entry(table, tile, self.sq, 2)
         else:
-            return tile * (self.q.tiles.shape[3] * self.PLAN.consumers) - self.offset, self.sq, 0
+            ROWS: gl.constexpr = self.q.tiles.shape[3] * self.PLAN.consumers
+            row = tile * ROWS - self.offset
+            lo, hi = self.visible_blocks(row, ROWS, self.sq, 0)
+            return row, self.sq, lo, hi, 0
+
+    @gluon.jit
+    def heads_of(self, flat):
+        """A head counted over all sequences -> (sequence, head of queries, head of keys)."""
+        batch = flat // self.heads
+        head = flat - batch * self.heads
+        return batch, head, head // self.group
 
     @gluon.jit
     def visible_blocks(self, row, ROWS: gl.constexpr, stop, base):
@@ -258,26 +249,6 @@ class Work:
             if self.HIDING:
                 left = hi - gl.maximum(gl.maximum(position + ROWS - 1 - self.back + BLOCK_N - 1, 0) // BLOCK_N, lo)
             return gl.maximum(hi - seen // BLOCK_N, 0), left
-
-    @gluon.jit
-    def blocks(self, t, row, ROWS: gl.constexpr):
-        """Blocks of keys [lo, hi) of item t, whose tile has the rows row .. row+ROWS-1; [lo, lo) where parts are fewer."""
-        if self.PACKED:
-            lo, hi = 0, tile_entry(self.back, self.todo.locate(t)[0], self.sq, 3)
-        else:
-            lo, hi = self.visible_blocks(row, ROWS, self.sq, 0)
-        if self.CASE.parts:
-            lo, hi = self.parts.blocks(t, lo, hi)
-        return lo, hi
-
-    @gluon.jit
-    def first(self, ROWS: gl.constexpr):
-        """What `Tiles.first` says, and no tiles for a program whose part of a tile's keys is empty."""
-        count, t, rest = self.todo.first()
-        if self.CASE.parts:
-            lo, hi = self.blocks(t, self.place(self.todo.locate(t)[0])[0], ROWS)
-            count = gl.minimum(hi - lo, 1)
-        return count, t, rest
 
     @gluon.jit
     def mask(self, s, block):

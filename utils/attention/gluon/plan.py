@@ -6,6 +6,9 @@ a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24, or 3 
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 BLOCK_M = 64  # query rows of a warpgroup: one wgmma m64
@@ -29,14 +32,10 @@ class Plan:
     stages: int = 2  # slots of the K ring
     registers: int = 0  # of a consumer thread
     v_extra: int = 0  # slots that the V ring has beyond the K ring's: V's is released half a block later than K's
-    halves: bool = False  # rows r and r + 8 of a warp have a softmax each (softmax.py)
-    o_in_q: bool = False  # the output leaves through Q's tile
     own_keys: bool = False  # under a mask, each consumer starts at its own rows' last block, not at the tile's
     q_slots: int = 1  # tiles of Q in shared memory; with two, the next tile is loaded while this one is computed
     prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin
-    keys_first: int = 0  # blocks of a later tile's K and V that are asked for before its Q: its only slot is free last
     depth: int = 0  # 80 or 96: so many columns of Q and K make the scores, and so many of V the output, not all 128 of their tiles
-    ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
 
     @property
     def rows(self) -> int:
@@ -49,30 +48,27 @@ class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
     mask: "" for none, "causal", "window", where keys before the last block hide, too, "packed" where a table has the interval of
-    each row (`intervals.py`), or "packed window". dealt: the host deals out the tiles (`dealing.deal_tiles`). parts: programs share the keys of a
-    tile (`parts_for`). together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
-    first query (`row_offset`), or a packed one ends before its rows do; 64 causal loses 3 to 6% if every kernel has the code for it.
+    each row (`intervals.py`), or "packed window". dealt: the host deals out the tiles (`deal_tiles`). offset: a head's first tile
+    begins before its first query (`row_offset`), or a packed one ends before its rows do; 64 causal loses 3 to 6% if every kernel
+    has the code for it.
     """
 
     mask: str = ""
     dealt: bool = False
-    parts: bool = False
-    together: bool = False
     offset: bool = False
 
 
 # Step 5's plans, by tile width and variant (`variant_for`).
 _STEP_5 = {
     (64, ""): Plan(64, 128, 3, 4, 160, own_keys=True, q_slots=2),
-    (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
-    (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
-    (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
+    (64, "few"): Plan(64, 128, 2, 3, 240, own_keys=True, q_slots=2),
+    (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, q_slots=2),
     # Full attention in tiles of 192 rows, where they make fewer rounds.
-    (128, "three"): Plan(128, 64, 3, 4, 160, o_in_q=True, q_slots=2),
-    (64, "one"): Plan(64, 128, 1, 4, 240, halves=True, prefill=1),
-    (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True, prefill=1),
-    (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True, prefill=1),
-    (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, prefill=2, keys_first=2),
+    (128, "three"): Plan(128, 64, 3, 4, 160, q_slots=2),
+    (64, "one"): Plan(64, 128, 1, 4, 240, prefill=1),
+    (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, prefill=1),
+    (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, prefill=1),
+    (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, own_keys=True, prefill=2),
 }
 
 
@@ -95,94 +91,40 @@ def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
     return -(-(sq + row_offset(plan, causal and not window, sk - sq)) // plan.rows)
 
 
-def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> str:
-    """Return the variant for a window.
-
-    Where more than a quarter of a tile's blocks are masked, "few" has tiles of 128 rows if its rounds have no more rows, or a fifth
-    fewer where the mask is not causal.
-    """
-    if d != 64:
-        return ""
-    whole, few = _STEP_5[64, ""], _STEP_5[64, "few"]
-    masked = 3 if causal else 5  # blocks of a tile that the window's edges, or the diagonal, go through
-    seen = visible(whole, sk, causal, window)
-    rounds, more = (-(-(-(-sq // plan.rows) * heads) // programs) * plan.rows for plan in (whole, few))
-    return "few" if 4 * masked > seen and (1 if causal else 1.25) * more <= rounds else ""
-
-
 def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int) -> str:
     """Name the variant of step 5's plan that an attention takes.
 
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
-    "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": smaller tiles and more registers, where there
-    are few tiles or many masks, or as many rounds of them. "ahead": full attention, where one tile's end overlaps the next tile's
-    start. "three": full attention in fewer rounds of larger tiles. "": any other.
+    "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": tiles of 128 rows at head dimension 64, where
+    there are few tiles or many masks, or as many rounds of them. "three": full attention in fewer rounds of larger tiles. "": any other.
     """
     d = block_head_dim(head_dim)
-    whole, few, one = _STEP_5[d, ""], _STEP_5.get((d, "few")), _STEP_5[d, "one"]
-    two = few or whole
-    mask = sq, sk, causal, window
-    if row_tiles(two, *mask) * heads <= programs:  # a program has one tile, or a part of one: none to overlap with
-        sizes = sq, sk, heads, causal, window, programs
-        fits = row_tiles(one, *mask) * heads <= programs
-        if fits and shared_time(one, *sizes)[0] < shared_time(two, *sizes)[0]:
-            return "one"
-        return "few" if few else ""
+    small = "few" if d == 64 else ""
+
+    def rounds(name: str) -> int:
+        return -(-row_tiles(_STEP_5[d, name], sq, sk, causal, window) * heads // programs)
+
+    if rounds(small) == 1:  # a program has one tile: none to overlap with
+        return "one" if rounds("one") == 1 else small
+    if d > 64:  # a round of 192 rows takes 1.6 times as long as one of 128
+        return "three" if d == 128 and not causal and not window and 1.6 * rounds("three") <= rounds("") else ""
+    few, large, blocks = rounds("few"), rounds(""), -(-sk // 128)
     if window:
-        return _window_variant(d, sq, sk, heads, causal, window, programs)
-    if causal:  # at head dimension 64 larger tiles take 0.88 of the time, and smaller ones end together
-        return "few" if d == 64 and (sq <= 1024 or row_tiles(whole, *mask) * heads <= 2 * programs) else ""
-    small, large = {64: ("few", ""), 128: ("ahead", "three"), 256: ("", "")}[d]
-    if d == 256 or sk <= whole.block_n:
-        return ""
-    # The large plan has 192 rows, not 128: a round of it takes 1.29 times as long for each block of keys at head dimension 64, and
-    # 1.63 times at 128. A tile's start and end take it 3.6 blocks, not 2, or none where the tiles that "ahead" overlaps take 1.3.
-    rounds, more = (-(-(-(-sq // _STEP_5[d, name].rows) * heads) // programs) for name in (small, large))
-    blocks = -(-sk // whole.block_n)
-    if d == 64:
-        return small if rounds * (blocks + 2) <= more * (1.29 * blocks + 3.6) else large
-    return large if more < rounds and 1.63 * more * blocks <= rounds * (blocks + 1.3) else small
+        # Many masks: the window's edges, or the diagonal, go through more than a quarter of the blocks that a tile sees.
+        seen = min(blocks, (192 + (1 if causal else 2) * (window - 1) - 1) // 128 + 2)
+        fits = seen < (12 if causal else 20) and (128 if causal else 160) * few <= 192 * large
+    elif causal:  # larger tiles take 0.88 of the time, and smaller ones end together
+        fits = sq <= 1024 or large <= 2
+    else:  # larger tiles take 1.29 times as long for a block of keys, and 3.6 blocks, not 2, for start and end
+        fits = few * (blocks + 2) <= large * (1.29 * blocks + 3.6)
+    return "few" if fits else ""
 
 
 def packed_variant(head_dim: int, tokens: int, heads: int, programs: int) -> str:
     """Name the variant for packed sequences: at head dimension 64 smaller tiles where there are not three rounds of large ones."""
     few = block_head_dim(head_dim) == 64 and -(-tokens // _STEP_5[64, ""].rows) * heads < 3 * programs
     return "few" if few else ""
-
-
-MOST_PARTS = 8  # of a tile
-# The time of a block of keys with one consumer, beside that with two.
-_ONE_CONSUMER = 0.65
-# What programs pay for sharing a tile, in blocks of keys of two consumers: for leaving their parts, for waiting, and for adding up
-# their share of the rows, whose bytes do not depend on the number of parts. By tile width: one consumer, two.
-_SHARING = {64: (3.0, 3.0), 128: (4.0, 4.0), 256: (4.5, 7.0)}
-
-
-def visible(plan: Plan, sk: int, causal: bool, window: int) -> int:
-    """Return how many blocks of keys the rows of one tile see at most."""
-    blocks = -(-sk // plan.block_n)
-    if window:
-        blocks = min(blocks, (plan.rows + (1 if causal else 2) * (window - 1) - 1) // plan.block_n + 2)
-    return blocks
-
-
-def shared_time(
-    plan: Plan, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int
-) -> tuple[float, int]:
-    """Return the time of a program that has one tile or shares it, in blocks of keys, and how many programs should share it."""
-    tiles, blocks = row_tiles(plan, sq, sk, causal, window) * heads, visible(plan, sk, causal, window)
-    most = 1 if plan.ahead or plan.consumers > 2 else min(programs // tiles, blocks, MOST_PARTS)
-    block = _ONE_CONSUMER if plan.consumers == 1 else 1.0
-    times = [(block * blocks, 1)]
-    sharing = _SHARING[plan.block_d][plan.consumers > 1]
-    times += [(block * -(-blocks // parts) + sharing, parts) for parts in range(2, most + 1)]
-    return min(times)
-
-
-def parts_for(plan: Plan, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> int:
-    """Return how many programs share the keys of a tile: more than one where there are more programs than tiles."""
-    return shared_time(plan, sq, sk, heads, causal, window, programs)[1]
 
 
 def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
@@ -193,9 +135,7 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
     if step == 3:
         return Plan(d, 64 if d == 256 else 128)
     if step == 4:
-        return replace(
-            _STEP_5[d, ""], v_extra=0, stages=3 if d == 64 else 2, q_slots=1, o_in_q=d == 256, prefill=0, keys_first=0
-        )
+        return replace(_STEP_5[d, ""], v_extra=0, stages=3 if d == 64 else 2, q_slots=1, prefill=0)
     if step == 5:
         plan = _STEP_5.get((d, variant)) or _STEP_5[d, ""]
         return replace(plan, depth=-(-head_dim // 16) * 16 if 64 < head_dim <= 96 else 0)
@@ -211,3 +151,46 @@ def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list
         low = min(max(row + shift - window + 1, 0) // plan.block_n, last - 1) if window else 0
         found.append(max(high - low, 1))
     return found
+
+
+# K and V of the heads that are computed at the same time. A third of an H100's L2: they stay there beside Q and the output, and the
+# programs' first tiles do not ask for the K and V of more heads at once.
+SECTION_BYTES = 16 << 20
+_LAST_SECTION = 2  # sections in the last one: it has the short tiles that are left when the programs end
+TILE_OVERHEAD = 1.5  # what a tile costs beyond its key blocks, in key blocks: first scores, last product, storing
+_MOST_TILES = 1 << 16
+
+
+def deal_tiles(
+    blocks: Sequence[int], heads_total: int, group: int, head_bytes: int, programs: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """Deal tiles of different lengths to the programs so that all end together: row tile | head << 16.
+
+    The longest come first, each to the program with the least work.
+    Heads are dealt in sections (SECTION_BYTES), one after another.
+
+    Args:
+        blocks: How many blocks of keys each row tile of a head sees.
+        heads_total: Query heads of all sequences.
+        group: Query heads that share a head of keys.
+        head_bytes: Bytes of one head's K and V.
+        programs: Number of programs.
+
+    Returns:
+        The tiles of each program; None if there are so many that any order is balanced, or that 16 bits cannot
+        number them.
+    """
+    if len(blocks) * heads_total > _MOST_TILES or len(blocks) > 0xFFFF or heads_total > 0x7FFF:
+        return None
+    section = max(1, SECTION_BYTES // head_bytes) * group
+    last = heads_total - min(_LAST_SECTION * section, heads_total)
+    starts = sorted({0, *range(last % section, last + 1, section), heads_total})
+    order = sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
+    loads = [(0.0, program) for program in range(programs)]  # a heap
+    dealt: list[list[int]] = [[] for _ in loads]
+    for first, behind in itertools.pairwise(starts):
+        for m, head in itertools.product(order, range(first, behind)):
+            load, program = loads[0]
+            heapq.heapreplace(loads, (load + blocks[m] + TILE_OVERHEAD, program))
+            dealt[program].append(m | head << 16)
+    return tuple(map(tuple, dealt))

@@ -1,8 +1,9 @@
 """Step 5's softmax on the registers of one warpgroup: 64 rows as one piece, or as two halves that are computed in turn.
 
-A warp of an m64 product holds 16 rows, and each thread holds elements of two of them, r and r + 8. With `halves` the
-rows r and the rows r + 8 have a softmax each, so that the wait for P V can stand between the two: packing and summing
-of the first half then fill the gaps between the exponentials of the second. Scores are in base 2 (`shared.py`).
+A warp of an m64 product holds 16 rows, and each thread holds elements of two of them, r and r + 8. With up to two consumers
+the rows r and the rows r + 8 have a softmax each, so that the wait for P V can stand between the two: packing and summing
+of the first half then fill the gaps between the exponentials of the second. With 160 registers ptxas would put that wait
+first, and nothing would overlap: three consumers compute all rows as one piece. Scores are in base 2 (`shared.py`).
 
 The running maximum follows the true one only when that has grown by more than 2^8. The result is exact all the same,
 because sum and output carry the same factor, and after the first blocks hardly any warp multiplies its output again.
@@ -20,7 +21,7 @@ from utils.attention.gluon.shared import MINUS_INF, aggregate, inverse_and_lse
 class Rows:
     """Running softmax of some rows: maximum in use, sum, and the factor by which the last block rescaled them.
 
-    With halves `total` keeps one partial sum for each thread, (4, 8, 4), and is added up only at the end of a tile.
+    Of a half `total` keeps one partial sum for each thread, (4, 8, 4), which are added up only at the end of a tile.
     """
 
     maximum: gl.tensor
@@ -43,14 +44,14 @@ def join_rows(a, b):
 @gluon.jit
 def spread(values, x):
     """Values of the rows, one tensor, or one of rows r and one of rows r + 8, over the columns of the accumulator x."""
-    if len(values) == 2:
+    if len(values) == 1:
+        return gl.broadcast(gl.convert_layout(values[0], gl.SliceLayout(1, x.type.layout))[:, None], x)[0]
+    else:
         x0, x1 = split_rows(x)
         rows: gl.constexpr = gl.SliceLayout(2, x0.type.layout)
         a = gl.broadcast(gl.convert_layout(values[0], rows)[:, :, None], x0)[0]
         b = gl.broadcast(gl.convert_layout(values[1], rows)[:, :, None], x1)[0]
         return gl.convert_layout(join_rows(a, b), x.type.layout)
-    else:
-        return gl.broadcast(gl.convert_layout(values[0], gl.SliceLayout(1, x.type.layout))[:, None], x)[0]
 
 
 @gluon.jit
@@ -97,13 +98,6 @@ def unseen_half(s):
 
 
 @gluon.jit
-def unseen_halves(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """The state of a tile whose rows have seen no key, for two halves."""
-    s0, s1 = split_rows(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout))
-    return unseen_half(s0), unseen_half(s1)
-
-
-@gluon.jit
 def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.constexpr):
     """Softmax of a tile's first block: probabilities [64, N] and the state, a tuple of one or two `Rows`."""
     if HALVES:
@@ -120,7 +114,11 @@ def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.co
 @gluon.jit
 def normalizers(state, c, row):
     """Return 1 / sum, and (row numbers, log-sum-exp) to store: each a tuple of one tensor, or of two with halves."""
-    if len(state) == 2:
+    if len(state) == 1:
+        rows = state[0]
+        inverse, lse = inverse_and_lse(rows.maximum, rows.total, c)
+        return (inverse,), ((row + gl.arange(0, 64, rows.maximum.type.layout), lse),)
+    else:
         upper, lower = state
         layout: gl.constexpr = upper.maximum.type.layout
         inverse0, lse0 = inverse_and_lse(upper.maximum, gl.convert_layout(gl.sum(upper.total, 2), layout), c)
@@ -128,8 +126,3 @@ def normalizers(state, c, row):
         warp = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
         numbers = row + 16 * warp + gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
         return (inverse0, inverse1), ((numbers, lse0), (numbers + 8, lse1))
-    else:
-        rows = state[0]
-        inverse, lse = inverse_and_lse(rows.maximum, rows.total, c)
-        numbers = row + gl.arange(0, rows.maximum.shape[0], rows.maximum.type.layout)
-        return (inverse,), ((numbers, lse),)

@@ -69,13 +69,7 @@ def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.co
 
 @gluon.jit
 def consumer(
-    work,
-    W: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    LSE: gl.constexpr,
+    work, W: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr
 ):
     """Warpgroup W: 64 query rows against the blocks of K and V that the producer loads."""
     o_desc, lse_ptr, rings, bars, shape, c = work
@@ -83,6 +77,7 @@ def consumer(
     q_full, k_full, k_empty, v_full, v_empty = bars
     sq, sk, window, heads, group = shape
     dtype: gl.constexpr = q_tiles.dtype
+    CONSUMERS: gl.constexpr = q_tiles.shape[0]
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
     BLOCK_D: gl.constexpr = q_tiles.shape[4]
     BLOCK_N: gl.constexpr = k_ring.shape[3]
@@ -176,28 +171,18 @@ def attention_step4(
     shape = (sq, sk, window, heads, group)
     loads = ((q_desc, k_desc, v_desc), rings, bars, shape)
     work = (o_desc, lse_ptr, rings, bars, shape, c)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consumer, (work, 0, 2, STAGES, CAUSAL, WINDOW, LSE)),
-                (consumer, (work, 1, 2, STAGES, CAUSAL, WINDOW, LSE)),
-                (producer, (loads, 2, STAGES, CAUSAL, WINDOW)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    else:
-        gl.static_assert(CONSUMERS == 3)
-        gl.warp_specialize(
-            [
-                (consumer, (work, 0, 3, STAGES, CAUSAL, WINDOW, LSE)),
-                (consumer, (work, 1, 3, STAGES, CAUSAL, WINDOW, LSE)),
-                (consumer, (work, 2, 3, STAGES, CAUSAL, WINDOW, LSE)),
-                (producer, (loads, 3, STAGES, CAUSAL, WINDOW)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 32],
-        )
+    # The first role has the four warps of the launch and the registers that the others leave. With two consumers the last
+    # role falls away.
+    gl.warp_specialize(
+        [
+            (consumer, (work, 0, STAGES, CAUSAL, WINDOW, LSE)),
+            (producer, (loads, CONSUMERS, STAGES, CAUSAL, WINDOW)),
+            (consumer, (work, 1, STAGES, CAUSAL, WINDOW, LSE)),
+            (consumer, (work, 2, STAGES, CAUSAL, WINDOW, LSE)),
+        ][: CONSUMERS + 1],
+        [1, 4, 4][:CONSUMERS],
+        [32 if CONSUMERS == 3 else 24, REGISTERS, REGISTERS][:CONSUMERS],
+    )
 
 
 def launch(a: Arguments) -> None:

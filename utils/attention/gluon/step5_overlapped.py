@@ -11,19 +11,14 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     Q             tiles of the block's rows                    2                2                1
     K, V tile     BLOCK_N keys, slots of the K and V rings     128, 4 and 4     128, 2 and 3     64, 2 and 3
     registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
-    shared        Q + K ring + V ring + O                      48+64+64+24      64+64+96+0       64+64+96+0 KiB
-    halves        rows r and r+8 of a warp as two softmaxes    no               yes              yes
+    shared        Q + K ring + V ring                          48+64+64         64+64+96         64+64+96 KiB
     own_keys      masked: each consumer starts at its last block yes             no               yes
-    o_in_q        the output leaves through Q's tile           no               yes              yes
     prefill       blocks asked for before the roles begin      0                0                2
-    keys_first    blocks of the next tile asked for before Q   0                0                2
 
-With two tiles of Q the producer goes on into the next tile while this one is computed. With one it asks for `keys_first`
-blocks and brings Q into the L2, until all consumers have done with the last Q (`loads.py`). The other variants are in
-`plan.variant_for`; where tiles are fewer than multiprocessors, programs share them (`parts.py`).
+With two tiles of Q the producer goes on into the next tile while this one is computed. The other plans are in `plan.py`.
 
-Where to find what: a block of keys in `blocks.py`, its softmax in `softmax.py`, rings and masks in `pipeline.py`, what leaves in
-`stores.py`, and which program has which tile in `dealing.py`. Only blocks that straddle the diagonal, the window's edge or the
+Where to find what: a block of keys in `blocks.py`, its softmax in `softmax.py`, rings and masks in `pipeline.py`, what is loaded and stored in `transfers.py`,
+and which program has which tile in `plan.py`. Only blocks that straddle the diagonal, the window's edge or the
 last key are masked. Causal tiles begin where the diagonal lies in a tile's first block alone, and so does the last key: without
 a window, the loop has no mask in it. Measured beside cuDNN and FlashAttention 3 and 4: docs/kernels/attention.md.
 """
@@ -31,7 +26,7 @@ a window, the loop has no mask in it. Measured beside cuDNN and FlashAttention 3
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from triton.experimental import gluon
@@ -39,20 +34,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.arguments import Arguments, unused
-from utils.attention.gluon.blocks import finish_block, first_block, start_output, step
-from utils.attention.gluon.dealing import deal_tiles
+from utils.attention.gluon.blocks import first_block, start_output, step
 from utils.attention.gluon.intervals import packed_queries
-from utils.attention.gluon.loads import fill_rings, producer
-from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
-from utils.attention.gluon.plan import Case, Plan, parts_for, row_offset, tile_blocks
-from utils.attention.gluon.shared import accumulator, start_scores, wait_products
-from utils.attention.gluon.softmax import normalizers, spread, unseen_halves
-from utils.attention.gluon.stores import store_lse, store_rows, store_tile
+from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_blocks
+from utils.attention.gluon.shared import accumulator, wait_products
+from utils.attention.gluon.softmax import normalizers, spread
+from utils.attention.gluon.transfers import fill_rings, producer, store_lse, store_tile
 from utils.kernels.assembling import narrow_products, reassembled
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
-from utils.kernels.workspace import workspace
 
 
 @gluon.jit
@@ -73,35 +64,25 @@ def skip_blocks(work, it, count):
 @gluon.jit
 def consumer(work, results, W: gl.constexpr):
     """Warpgroup W: rows W * 64 and on of each tile, key blocks from the last to the first."""
-    out, o_tiles, lse_ptr = results
+    out, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
     HIDING: gl.constexpr = work.HIDING
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    # Two tiles of Q, and the output leaves through the one that it belongs to: the slot is released a tile later.
-    LATE_RELEASE: gl.constexpr = PLAN.o_in_q and PLAN.q_slots == 2
 
-    count, t, rest = work.first(BLOCK_M * PLAN.consumers)
+    count, t, rest = work.todo.first()
     it = 0
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
-        first_row, stop, base = work.place(tile)
+        first_row, stop, lo, hi, base = work.place(tile)
         row = first_row + W * BLOCK_M
-        lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
         if PLAN.own_keys and work.CASE.mask != "":
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
             own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop, base)[1], lo + 1)
-            if work.CASE.parts:  # the rows' last block may lie in another part, or all of this one's behind it
-                own_hi = gl.minimum(gl.maximum(own_hi, lo + 1), hi)
             it = skip_blocks(work, it, hi - own_hi)
             hi = own_hi
-        before = 0
-        if HIDING and PLAN.consumers > 1:  # the tile's first blocks may lie before the window of this consumer's rows
-            own_lo = gl.minimum(gl.maximum(work.visible_blocks(row, BLOCK_M, stop, base)[0], lo), hi - 1)
-            before = own_lo - lo
-            lo = own_lo
         n = hi - lo
         right, edge = work.clean_blocks(row, BLOCK_M, lo, hi, stop, base)
 
@@ -109,7 +90,7 @@ def consumer(work, results, W: gl.constexpr):
         q = work.q.tile(i, W)
         block = Block(it, row, base + (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, q)
-        if LATE_RELEASE:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
+        if PLAN.q_slots == 2:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
                 tma.store_wait(0)
@@ -123,8 +104,6 @@ def consumer(work, results, W: gl.constexpr):
             masked = HIDING and ((j < right) | (j >= edge))
             o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked)
             it += 1
-        if not PLAN.o_in_q:
-            work.q.release(i, W)
 
         pv = start_output(work, it, o, p, state)
         inverse = normalizers(state, work.c, row)[0]
@@ -133,104 +112,17 @@ def consumer(work, results, W: gl.constexpr):
         o = wait_products(pv, 0, BLOCK_D)
         o = o * spread(inverse, o)
         work.v.release(it - 1)
-        if HIDING and PLAN.consumers > 1:
-            it = skip_blocks(work, it, before)
-        if not PLAN.o_in_q:
-            tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
-        if work.CASE.parts:
-            lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers, stop, base)
-            used = work.parts.used(hi - lo)
-            TOGETHER: gl.constexpr = work.CASE.together
-            work.parts.leave(t, o, normalizers(state, work.c, row)[1], row, W, PLAN.consumers)
-            piece, stride = work.parts.arrive(t, W, PLAN.consumers, BLOCK_M, used, TOGETHER)
-            for own in range(piece, BLOCK_M // PIECE, stride):
-                rows, lse = work.parts.add_up(t, own, W, PLAN.consumers, BLOCK_M, BLOCK_D, used)
-                store_rows(work, out, lse_ptr, flat, row + own * PIECE, rows, lse)
-            if TOGETHER:
-                work.parts.depart(t, W, PLAN.consumers, used)
-        else:
-            store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o, stop)
-        if PLAN.o_in_q and not LATE_RELEASE:
+        store_tile(work, out, flat, row, work.q.tiles.index(work.q.slot(i, W)), o, stop)
+        if PLAN.q_slots == 1:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)
         t = work.todo.finish_next(t_next)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
-@gluon.jit
-def consumer_ahead(work, results, W: gl.constexpr):
-    """`consumer` for full attention with two tiles of Q: the key blocks of all tiles are one stream.
-
-    A tile's last P V runs beside the softmax of the next tile's first block, so each tile has two blocks at least.
-    """
-    out, o_tiles, lse_ptr = results
-    PLAN: gl.constexpr = work.PLAN
-    BLOCK_N: gl.constexpr = PLAN.block_n
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-
-    count, t = work.todo.first()[:2]
-    n = gl.cdiv(work.sk, BLOCK_N)
-    it = gl.to_tensor(0)
-    last_key = (n - 1) * BLOCK_N  # only a tile's first block, with the last keys, is masked: that needs no row
-    work.q.wait_full(0, W)
-    p, state = first_block(work, Block(it, it, last_key), work.q.tile(0, W))
-    it += 1
-    work.k.wait_full(it)  # each step waits for the next one's keys; this is the first one's
-    for i in range(count):
-        more = i + 1 < count
-        tile, flat = work.todo.locate(t)
-        row = (tile * PLAN.consumers + W) * BLOCK_M
-        q = work.q.tile(i, W)
-        o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
-        if PLAN.o_in_q:
-            # The second block by itself: the last tile's rows leave its Q's slot while the products run.
-            s = start_scores(q, work.k.tile(it), PLAN.depth)
-            pv = start_output(work, it, o, p, state)
-            if i > 0:
-                tma.store_wait(0)  # Q's slot holds the last tile's output: the next Q may not come before it has left
-                work.q.release(i + 1, W)
-            block = Block(it, it, last_key)
-            o, p, state = finish_block(work, block, s, pv, state, (n > 2) | more, False)
-            it += 1
-        for j in range(2 if PLAN.o_in_q else 1, n):
-            block = Block(it, it, last_key)
-            o, p, state = step(work, block, q, o, p, state, (j + 1 < n) | more, False)
-            it += 1
-        if not PLAN.o_in_q:
-            work.q.release(i, W)
-
-        # Behind the last tile the next block is one that still lies there, and nobody asks for the result.
-        work.q.wait_full(i + 1, W, pred=more)
-        next_q = work.q.tile(gl.where(more, i + 1, i), W)
-        s = start_scores(next_q, work.k.tile(gl.where(more, it, it - 1)), PLAN.depth)
-        pv = start_output(work, it, o, p, state)
-        inverse = normalizers(state, work.c, row)[0]
-        store_lse(work, lse_ptr, state, flat, row, work.sq)
-        unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
-        block = Block(it, it, last_key)
-        o, p, state = finish_block(work, block, s, pv, unseen, more, True)
-        it += 1
-        if not PLAN.o_in_q:
-            tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
-        o_tile = o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W)
-        store_tile(work, out, flat, row, o_tile, o * spread(inverse, o), work.sq)
-        t += gl.num_programs(0)
-    tma.store_wait(0)  # shared memory must live until TMA has read it
-
-
-@gluon.jit
-def consume(work, results, W: gl.constexpr):
-    """Warpgroup W: `consumer_ahead` or `consumer`, as the plan says."""
-    if work.PLAN.ahead:
-        consumer_ahead(work, results, W)
-    else:
-        consumer(work, results, W)
-
-
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["sq", "sk", "back", "ahead", "tiles_m", "heads_total", "heads", "group"]
-SIZES += ["schedule_stride", "offset", "parts", "eighths", "lse_wanted"]
+SIZES += ["schedule_stride", "offset", "eighths", "lse_wanted"]
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -241,8 +133,6 @@ def attention_step5(
     o_desc,
     out_ptr,
     lse_ptr,
-    parts_ptr,
-    counters,
     schedule,
     sq,
     sk,
@@ -254,7 +144,6 @@ def attention_step5(
     group,
     schedule_stride,
     offset,
-    parts,
     eighths,
     lse_wanted,
     c,
@@ -264,72 +153,36 @@ def attention_step5(
     """Allocate rings and barriers, then start the roles: a producer warp and PLAN.consumers consumer warpgroups."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     REGISTERS: gl.constexpr = PLAN.registers
-    BLOCK_D: gl.constexpr = PLAN.block_d
     # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
-    if PLAN.ahead:
-        gl.static_assert(PLAN.halves and PLAN.q_slots == 2 and not (CASE.mask != "" or CASE.parts or PLAN.own_keys))
     PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
     HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
     READY: gl.constexpr = PREFILL if PREFILL > 0 else None
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None, HIDING)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY, HIDING)
-    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, 0, READY, HIDING)
-    if PLAN.o_in_q:
-        o_tiles = q.tiles
-    else:
-        o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
-    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.parts, CASE.mask == "causal")
-    shared_tiles = Parts(parts_ptr, counters, parts)
-    work = Work(
-        sq,
-        sk,
-        back,
-        ahead,
-        offset,
-        heads,
-        group,
-        lse_wanted,
-        c,
-        q,
-        k,
-        v,
-        todo,
-        shared_tiles,
-        PLAN,
-        CASE,
-        PACKED,
-        HIDING,
-    )
+    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY)
+    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, 0, READY)
+    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, CASE.dealt, CASE.mask == "causal")
+    work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
     if PREFILL > 0:
         fill_rings(work, q_desc, k_desc, v_desc)
         make_barriers(q, 1, CONSUMERS)
         make_barriers(k, CONSUMERS, PREFILL)
         make_barriers(v, CONSUMERS, PREFILL)
         fence_async_shared()  # TMA completes these barriers, too
-    results = ((o_desc, out_ptr, eighths), o_tiles, lse_ptr)
-    loads = (work, q_desc, k_desc, v_desc)
+    results = ((o_desc, out_ptr, eighths), lse_ptr)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
-    # registers that are left.
-    if CONSUMERS == 1:
-        gl.warp_specialize([(consume, (work, results, 0)), (producer, loads)], [1], [24])
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [(consume, (work, results, 0)), (consume, (work, results, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
-        )
-    else:
-        gl.static_assert(CONSUMERS == 3)
-        gl.warp_specialize(
-            [
-                (consume, (work, results, 0)),
-                (consume, (work, results, 1)),
-                (consume, (work, results, 2)),
-                (producer, loads),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 32],
-        )
+    # registers that are left. With one or two consumers the last roles fall away.
+    gl.warp_specialize(
+        [
+            (consumer, (work, results, 0)),
+            (producer, (work, q_desc, k_desc, v_desc)),
+            (consumer, (work, results, 1)),
+            (consumer, (work, results, 2)),
+        ][: CONSUMERS + 1],
+        [1, 4, 4][:CONSUMERS],
+        [32 if CONSUMERS == 3 else 24, REGISTERS, REGISTERS][:CONSUMERS],
+    )
 
 
 def narrowed(compiled, plan: Plan):
@@ -366,23 +219,18 @@ def keep_for_graphs(schedule: torch.Tensor) -> None:
         _captured[schedule.data_ptr()] = schedule
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A launch that was made, to be repeated on (q, k, v, out, lse) like these."""
+def repeated(handle: Callable, schedule: torch.Tensor | None) -> Callable:
+    """Return a launch that was made, to be repeated on (q, k, v, out, lse) like its own."""
 
-    handle: Handle
-    numbers: int  # of all parts, fp32
-    counters: int
-    schedule: torch.Tensor | None
+    def again(q, k, v, out, lse) -> None:
+        if schedule is not None:
+            keep_for_graphs(schedule)
+        handle(q, k, v, out, out, lse)
 
-    def __call__(self, q, k, v, out, lse) -> None:
-        """Launch again."""
-        if self.schedule is not None:
-            keep_for_graphs(self.schedule)
-        self.handle(q, k, v, out, out, lse, *workspace(lse, self.numbers, self.counters))
+    return again
 
 
-def launch(a: Arguments) -> Launch | None:
+def launch(a: Arguments) -> Callable | None:
     """Run the kernel on tensors of a GPU: a program on each multiprocessor, or one for each tile if those are fewer.
 
     Returns:
@@ -398,28 +246,24 @@ def launch(a: Arguments) -> Launch | None:
         mask = "window" if window else "causal" if causal else ""
     offset = row_offset(plan, mask == "causal", a.sk - a.sq)
     tiles = len(blocks) * a.heads_total
-    parts = 1 if a.lengths else parts_for(plan, a.sq, a.sk, a.heads_total, causal, window, a.programs)
-    programs = min(a.programs, tiles * parts)
+    programs = min(a.programs, tiles)
     schedule, stride = None, 0
-    if parts == 1 and tiles > programs and len(set(blocks)) > 1:  # causal, or a window
+    if tiles > programs and len(set(blocks)) > 1:  # causal, or a window
         head_bytes = a.sk * plan.block_d * 4
         schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     dealt = schedule is not None
-    together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
-    case = Case(mask, dealt, parts > 1, together, offset > 0 or len(a.lengths) > 1)
-    numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
-    counters = tiles * plan.consumers
-    tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
+    case = Case(mask, dealt, offset > 0 or len(a.lengths) > 1)
+    tensors = (*a.descriptors(), a.out, a.lse)
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
     heads = a.heads_total, a.heads, a.group
-    sizes = a.sq, a.sk, back, ahead, len(blocks), *heads, stride, offset, parts, a.head_dim // 8, int(a.return_lse), a.c
-    options = {"PLAN": plan, "CASE": case, "num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
+    sizes = a.sq, a.sk, back, ahead, len(blocks), *heads, stride, offset, a.head_dim // 8, int(a.return_lse), a.c
+    options = {"PLAN": plan, "CASE": case, "num_warps": 4}
     if not a.q.is_cuda:
         return attention_step5[(programs,)](*tensors, table, *sizes, **options)
     compiled = attention_step5.warmup(*tensors, table, *sizes, grid=(programs,), **options)
     if compiled is None:
         return None
     handle = Handle(narrowed(compiled, plan), (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
-    launched = Launch(handle, numbers, counters, schedule)
+    launched = repeated(handle, schedule)
     launched(a.q, a.k, a.v, a.out, a.lse)
     return launched
