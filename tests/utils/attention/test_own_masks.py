@@ -82,7 +82,7 @@ def test_random_masks_of_sequences_and_heads_against_float64(marked):
             got = torch.autograd.grad(attention(*leaves, backend=name, **arguments), leaves, dout)
             for one, right in zip(got, gradients, strict=True):
                 assert error(one, right) < 2 * BOUND, (name, "gradient", what, q.shape, k.shape)
-    print({name: count for name, count in ran.items() if count})
+        print({name: count for name, count in ran.items() if count})
     assert sum(ran.values())
 
 
