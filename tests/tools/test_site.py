@@ -97,6 +97,19 @@ def test_a_word_of_the_glossary_leads_there_where_a_lab_uses_it_first():
     assert text.count("<a ") == 3 and terms == []
 
 
+@pytest.mark.parametrize("lab", lab_names())
+def test_each_part_of_a_lab_is_a_page_and_nothing_is_lost(lab):
+    notebook = json.loads((ROOT / f"{lab}.ipynb").read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        cell["source"] = "".join(cell["source"])
+    text = "\n\n".join(cell["source"] for cell in notebook["cells"])
+    parts = pages.parts_of(notebook, lab)
+    numbers = re.findall(r"^# Part (\d+):", text, re.MULTILINE)
+    assert list(parts) == [f"{lab}.ipynb", *(f"{lab}-part{number}.ipynb" for number in numbers)] and len(numbers) > 4
+    shown = "\n\n".join(cell["source"] for part in parts.values() for cell in part["cells"])
+    assert set(text.split()) <= set(shown.split())
+
+
 def test_the_reference_has_every_name():
     import utils
 

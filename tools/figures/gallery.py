@@ -115,7 +115,7 @@ def ladder() -> Figure:
     ):
         ax.axhline(value, color=look.color, linestyle=look.linestyle, linewidth=1.6)
         place = {"y": value + 8, "va": "bottom"} if above else {"y": value - 10, "va": "top"}
-        ax.text(0.42, s=f"{name} {value:.0f}", color=look.color, fontsize=TEXT, **place)
+        ax.text(0.42, s=f"{name} {value:.0f}", color=INK, fontsize=TEXT, **place)
     ax.set_xticks([row["step"] for row in rows], [f"{row['step']}\n{STEPS[row['step'] - 1]}" for row in rows])
     ax.set_xlim(0.4, len(rows) + 0.5)
     ax.set_ylim(0, 880)
@@ -179,7 +179,7 @@ def decode() -> Figure:
         (graphs, "CUDA graph: the GPU starts them itself", series(1)),
     ):
         ax.plot(list(values), list(values.values()), **look.line, markersize=7)
-        ax.text(1.05, values[1] * 1.22, name, color=INK, fontsize=TEXT)
+        ax.text(1.05, values[1] * 1.5, name, color=INK, fontsize=TEXT)
     for work, rate, name in (
         (moved, spec["memory_bandwidth_tb_s"], "limit of memory: bytes / 4.8 TB/s"),
         (flops, spec["bf16_tflops"], "limit of arithmetic: FLOPs / 989 TFLOP/s"),

@@ -51,7 +51,7 @@ OTHER_MEANINGS = ("kernel", "block (CTA)", "grid")  # of Jupyter, of `with`, of 
 WITHHELD = "This output quotes lines of the answer, so it is left out here. Run the cell to see yours.\n"
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 _SOURCE = re.compile(r'(?<=src=")([^":]+)(?=")')  # of an image that stands as HTML
-_PART = re.compile(r"# (Part (\d+): .+)")
+_PART = re.compile(r"^# (Part (\d+): .+)", re.MULTILINE)
 _TERM = re.compile(r"^\| (?!Word|-)([^|]+?) \|", re.MULTILINE)  # first cell of a row of the glossary
 # What no word of the glossary is linked in: code, formulas, links, tags, headings.
 _NOT_PROSE = re.compile(
@@ -214,8 +214,11 @@ def parts_of(notebook: dict, lab: str) -> dict[str, dict]:
     """Split a lab's notebook: {page: notebook} of what stands before Part 1, and of each part."""
     pages, titles, page = {f"{lab}.ipynb": []}, {}, f"{lab}.ipynb"
     for cell in notebook["cells"]:
-        heading = cell["cell_type"] == "markdown" and _PART.match(cell["source"])
+        heading = _PART.search(cell["source"]) if cell["cell_type"] == "markdown" else None
         if heading:
+            if before := cell["source"][: heading.start()].strip():  # the end of the part before, in the same cell
+                pages[page].append({**cell, "id": f"{cell['id']}-end", "source": before})
+                cell["source"] = cell["source"][heading.start() :]
             page = f"{lab}-part{heading[2]}.ipynb"
             pages[page], titles[page] = [], heading[1]
         pages[page].append(cell)
