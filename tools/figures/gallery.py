@@ -69,15 +69,9 @@ def waiting() -> Figure:
     for place, (_, share, why) in enumerate(rows):
         ax.barh(place, 100, height=0.6, color=HAIR, alpha=0.25)
         ax.barh(place, 100 * share, height=0.6, **series(0).bar)
-        inside = share > 0.5
-        ax.text(
-            2 if inside else 100 * share + 2,
-            place,
-            f"{100 * share:.0f}%  {why}" if share > 0.01 else f"{100 * share:.1f}%  {why}",
-            va="center",
-            fontsize=SMALL,
-            color=PAPER if inside else INK,
-        )
+        look = {"x": 2, "color": PAPER} if share > 0.5 else {"x": 100 * share + 2, "color": INK}
+        text = f"{100 * share:.{0 if share > 0.01 else 1}f}%  {why}"
+        ax.text(y=place, s=text, va="center", fontsize=SMALL, **look)
     ax.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=SMALL)
     ax.invert_yaxis()
     ax.set_xlim(0, 100)
@@ -208,12 +202,7 @@ def attention() -> Figure:
                 if not ratios:
                     continue
                 look, y = series((0, 4, 2)[offset]), place + (offset - 1) * 0.22
-                ax.plot(
-                    ratios[:: len(ratios) - 1 or 1],
-                    [y] * len(ratios[:: len(ratios) - 1 or 1]),
-                    color=look.color,
-                    linewidth=1.4,
-                )
+                ax.hlines(y, ratios[0], ratios[-1], color=look.color, linewidth=1.4)
                 middle = ratios[len(ratios) // 2]
                 label = f"head dim {head_dim}" if place == 0 else None
                 ax.plot([middle], [y], marker=look.marker, color=look.color, linestyle="none", label=label)
@@ -222,9 +211,8 @@ def attention() -> Figure:
         ax.invert_yaxis()
         ax.set_xlim(0.92, 1.45)
         name_axes(ax, x="our speed / theirs", title="causal" if causal else "full")
-    figure.legend(
-        *axes[1].get_legend_handles_labels(), frameon=False, fontsize=SMALL, loc="outside upper right", ncols=3
-    )
+    entries = axes[1].get_legend_handles_labels()
+    figure.legend(*entries, frameon=False, fontsize=SMALL, loc="outside upper right", ncols=3)
     return _signed(figure, f"forward, bf16, median and range over lengths 1k to 16k; {source(document)}")
 
 
@@ -277,9 +265,8 @@ def deadlock() -> Figure:
         if forget:
             end = max(event.end for event in run.events)
             ax.axvspan(end, whole, facecolor=PAPER, edgecolor=HAIR, hatch="///", linewidth=0)
-            ax.text(
-                (end + whole) / 2, ax.get_ylim()[0] / 2 - 0.3, "nobody can go on", ha="center", backgroundcolor=CARD
-            )
+            middle = (end + whole) / 2, ax.get_ylim()[0] / 2 - 0.3
+            ax.text(*middle, "nobody can go on", ha="center", backgroundcolor=CARD)
         else:
             ax.set_xlabel("")
     return _signed(figure, "grey waits, blue computes, green copies; simulated on a CPU, no GPU needed (lab 3)")

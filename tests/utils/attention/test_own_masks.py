@@ -69,19 +69,15 @@ def test_random_masks_of_sequences_and_heads_against_float64(marked):
         for name in able_backends(make_problem(q, k, v, **arguments)):
             if marked != "gpu" and (name in COMPILED) != (marked == "cpu_compiled"):
                 continue
-            assert error(attention(q, k, v, backend=name, **arguments), expected) < BOUND, (
-                name,
-                what,
-                q.shape,
-                k.shape,
-            )
+            case = name, what, q.shape, k.shape
+            assert error(attention(q, k, v, backend=name, **arguments), expected) < BOUND, case
             ran[name] += 1
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
             if name not in able_backends(make_problem(*leaves, **arguments)):
                 continue
             got = torch.autograd.grad(attention(*leaves, backend=name, **arguments), leaves, dout)
             for one, right in zip(got, gradients, strict=True):
-                assert error(one, right) < 2 * BOUND, (name, "gradient", what, q.shape, k.shape)
+                assert error(one, right) < 2 * BOUND, ("gradient", *case)
         print({name: count for name, count in ran.items() if count})
     assert sum(ran.values())
 
