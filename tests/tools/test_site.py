@@ -39,7 +39,7 @@ def test_the_cells_are_the_students_and_the_outputs_are_those_of_the_run(built):
 
 
 def test_a_check_that_passed_says_so_once():
-    texts = ("✓ 1.1: passed.\n✓ 1.1: passed.\n", "✓ 1.1: passed.\n", "twice\ntwice\n")
+    texts = ("✓ 1.1: passed.\n✓ 1.1: passed.\n", "✓ 1.1: passed.\n", "twice\ntwice\n", "\n")
     outputs = [nbformat.v4.new_output("stream", text=text) for text in texts]
     outputs.append(nbformat.v4.new_output("display_data", data={"text/plain": "✓ 1.1: passed."}))
     assert [output.get("text") for output in pages.said_once(outputs)] == ["✓ 1.1: passed.\n", "twice\ntwice\n", None]

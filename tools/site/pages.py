@@ -76,12 +76,13 @@ def with_outputs(student: str, executed: Mapping[str, Any]) -> str:
 
 
 def said_once(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    """Return the outputs of a cell in which a check passed once: in the solved lab the hidden check says so again."""
+    """Return outputs without empty ones, and without a second "passed", which comes from the hidden check."""
     kept: list[nbformat.NotebookNode] = []
     for output in outputs:
         if output.output_type == "stream":
             output.text = re.sub(r"^(✓.*\n)\1", r"\1", output.text, flags=re.MULTILINE)
-        if not (output.get("text", "").startswith("✓") and output in kept):
+        text = output.get("text", "a picture or a table")
+        if text.strip() and not (text.startswith("✓") and output in kept):
             kept.append(output)
     return kept
 
