@@ -29,9 +29,13 @@ def executed(built) -> dict:
     return notebook
 
 
-def test_the_cells_are_the_students_and_the_outputs_are_those_of_the_run(built):
+def test_the_cells_are_the_students_and_the_outputs_are_those_of_the_run(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    (tmp_path / "out" / "demo" / built.name).mkdir(parents=True)
+    nbformat.write(executed(built), tmp_path / "out" / "demo" / built.name / f"{built.name}.ipynb")
+    run = site.kept_run(built.name, built.instructor)
     student = nbformat.reads(built.student, as_version=4)
-    shown = nbformat.reads(pages.with_outputs(built.student, executed(built)), as_version=4)
+    shown = nbformat.reads(pages.with_outputs(built.student, run), as_version=4)
     assert [cell.source for cell in shown.cells] == [cell.source for cell in student.cells]
     for cell in shown.cells:
         if cell.cell_type == "code":

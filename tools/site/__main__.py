@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import nbformat
+
 from tools.site.pages import collect, with_outputs, withhold
 from utils.files import ROOT
 
@@ -43,7 +45,7 @@ def executed_notebooks(run: bool) -> dict[str, str]:
 def kept_run(name: str, instructor: str) -> dict | None:
     """Return the notebook of a solved run that `labs demo` kept; None if it has not the present code."""
     path = ROOT / "out" / "demo" / name / f"{name}.ipynb"
-    executed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    executed = nbformat.read(path, as_version=4) if path.exists() else None
     return executed if executed is not None and same_code(instructor, executed) else None
 
 
