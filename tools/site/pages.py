@@ -53,9 +53,10 @@ _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 _SOURCE = re.compile(r'(?<=src=")([^":]+)(?=")')  # of an image that stands as HTML
 _PART = re.compile(r"^# (Part (\d+): .+)", re.MULTILINE)
 _TERM = re.compile(r"^\| (?!Word|-)([^|]+?) \|", re.MULTILINE)  # first cell of a row of the glossary
-# What no word of the glossary is linked in: code, formulas, links, tags, headings.
+# What no word of the glossary is linked in: folded hints, code, formulas, links, tags, headings.
 _NOT_PROSE = re.compile(
-    r"(```.*?```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|!?\[[^\]]*\]\([^)]*\)|<[^>]*>|^#.*?$)", re.DOTALL | re.MULTILINE
+    r"(<details>\s*<summary>Hint.*?</details>|```.*?```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|!?\[[^\]]*\]\([^)]*\)|<[^>]*>|^#.*?$)",
+    re.DOTALL | re.MULTILINE,
 )
 
 
