@@ -77,9 +77,8 @@ def waiting() -> Figure:
     ax.set_xlim(0, 100)
     ax.set_xticks([0, 50, 100], ["0", "50", "100%"], fontsize=SMALL)
     name_axes(ax, title="How much of an H200 your PyTorch uses")
-    return _signed(
-        figure, f"of what its arithmetic or its memory allows, whichever ends first (lab 1)\n\n{source(lab1)}"
-    )
+    foot = "of what its arithmetic or its memory allows, whichever ends first (lab 1)"
+    return _signed(figure, f"{foot}\n\n{source(lab1)}")
 
 
 def ladder() -> Figure:
@@ -180,8 +179,7 @@ def decode() -> Figure:
     ):
         ax.plot(batches, [count / rate / 1e9 for count in work], color=INK, linewidth=1.4)
         ax.text(batches[2], work[2] / rate / 1e9 * 0.5, name, color=SOFT, fontsize=TEXT, va="top")
-    title = "Decode waits for the CPU (lab 1)"
-    name_axes(ax, x="batch", y="ms for one token in one layer", title=title)
+    name_axes(ax, x="batch", y="ms for one token in one layer", title="Decode waits for the CPU (lab 1)")
     return _signed(figure, f"{past} tokens in the cache; limits: datasheet; {source(lab1)}")
 
 
@@ -225,10 +223,9 @@ def mask() -> Figure:
     packed = both(causal, documents(document_ids(lengths)))
     figure, axes = plot_mask(packed, sum(lengths))
     figure.set_size_inches(WIDE, 3.2)
-    for ax in axes[0]:
-        shares = [word for word in ax.get_title(loc="left").split() if word.endswith("%")]
-        kind = "pairs" if ax is axes[0][0] else "blocks"
-        name_axes(ax, title=f"{shares[0]} of the {kind}")
+    for ax, kind in zip(axes[0], ("pairs", "blocks"), strict=True):
+        share = next(word for word in ax.get_title(loc="left").split() if word.endswith("%"))
+        name_axes(ax, title=f"{share} of the {kind}")
         ax.set_xlabel("")
     return _signed(figure, "four packed documents under a causal mask: counted, not measured (lab 2)")
 
