@@ -44,7 +44,7 @@ def run_demo(
     summary, done = target / "index.html", 0
     rows: list[tuple[str, Execution, list[str]]] = []
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # kernels import utils from it
-    with mock.patch.dict(os.environ, PYTHONPATH=path):
+    with mock.patch.dict(os.environ, PYTHONPATH=path, MPLBACKEND="module://matplotlib_inline.backend_inline"):
         for built, total in zip(labs, totals, strict=True):
             folder = target / built.name
             folder.mkdir(parents=True, exist_ok=True)

@@ -11,13 +11,14 @@ from utils.files import ROOT
 
 
 @pytest.mark.slow
-def test_a_demo_has_pages_files_and_a_summary(tmp_path):
+def test_a_demo_has_pages_files_and_a_summary(tmp_path, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "Agg")  # a terminal's setting takes no picture away
     sources = {
         "lab8": [
             "from pathlib import Path\nimport utils",
             "Path('trace.json').write_text('[]')\nPath('assets/gemm_tiling.svg').stat()",
         ],
-        "lab9": ["1 / 0", "print('went on')"],
+        "lab9": ["1 / 0", "import matplotlib.pyplot as plt; plt.plot([1, 2]); plt.show(); print('went on')"],
     }
     labs = []
     for name, cells in sources.items():
@@ -31,7 +32,7 @@ def test_a_demo_has_pages_files_and_a_summary(tmp_path):
     text = page.read_text()
     assert 'href="lab8/lab8.html"' in text and 'href="lab8/trace.json"' in text and "ZeroDivisionError" in text
     assert "went on" in (tmp_path / "lab9" / "lab9.html").read_text()
-    assert (tmp_path / "lab9" / "lab9.ipynb").exists() and (tmp_path / "lab9" / "run.json").exists()
+    assert "image/png" in (tmp_path / "lab9" / "lab9.ipynb").read_text() and (tmp_path / "lab9" / "run.json").exists()
     assert text.count("in: Bytes and FLOPs<") == 2
     assert steps[-1] == ("lab9", 6, 6) and steps[0] == ("lab8", 2, 6)
     assert (tmp_path / "lab8" / "assets").resolve() == ROOT / "assets"

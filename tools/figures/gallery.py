@@ -69,23 +69,16 @@ def waiting() -> Figure:
     for place, (_, share, why) in enumerate(rows):
         ax.barh(place, 100, height=0.6, color=HAIR, alpha=0.25)
         ax.barh(place, 100 * share, height=0.6, **series(0).bar)
-        inside = share > 0.5
-        ax.text(
-            2 if inside else 100 * share + 2,
-            place,
-            f"{100 * share:.0f}%  {why}" if share > 0.01 else f"{100 * share:.1f}%  {why}",
-            va="center",
-            fontsize=SMALL,
-            color=PAPER if inside else INK,
-        )
+        look = {"x": 2, "color": PAPER} if share > 0.5 else {"x": 100 * share + 2, "color": INK}
+        text = f"{100 * share:.{0 if share > 0.01 else 1}f}%  {why}"
+        ax.text(y=place, s=text, va="center", fontsize=SMALL, **look)
     ax.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=SMALL)
     ax.invert_yaxis()
     ax.set_xlim(0, 100)
     ax.set_xticks([0, 50, 100], ["0", "50", "100%"], fontsize=SMALL)
     name_axes(ax, title="How much of an H200 your PyTorch uses")
-    return _signed(
-        figure, f"of what its arithmetic or its memory allows, whichever ends first (lab 1)\n\n{source(lab1)}"
-    )
+    foot = "of what its arithmetic or its memory allows, whichever ends first (lab 1)"
+    return _signed(figure, f"{foot}\n\n{source(lab1)}")
 
 
 def ladder() -> Figure:
@@ -115,7 +108,7 @@ def ladder() -> Figure:
     ):
         ax.axhline(value, color=look.color, linestyle=look.linestyle, linewidth=1.6)
         place = {"y": value + 8, "va": "bottom"} if above else {"y": value - 10, "va": "top"}
-        ax.text(0.42, s=f"{name} {value:.0f}", color=look.color, fontsize=TEXT, **place)
+        ax.text(0.42, s=f"{name} {value:.0f}", color=INK, fontsize=TEXT, **place)
     ax.set_xticks([row["step"] for row in rows], [f"{row['step']}\n{STEPS[row['step'] - 1]}" for row in rows])
     ax.set_xlim(0.4, len(rows) + 0.5)
     ax.set_ylim(0, 880)
@@ -179,15 +172,14 @@ def decode() -> Figure:
         (graphs, "CUDA graph: the GPU starts them itself", series(1)),
     ):
         ax.plot(list(values), list(values.values()), **look.line, markersize=7)
-        ax.text(1.05, values[1] * 1.22, name, color=INK, fontsize=TEXT)
+        ax.text(1.05, values[1] * 1.5, name, color=INK, fontsize=TEXT)
     for work, rate, name in (
         (moved, spec["memory_bandwidth_tb_s"], "limit of memory: bytes / 4.8 TB/s"),
         (flops, spec["bf16_tflops"], "limit of arithmetic: FLOPs / 989 TFLOP/s"),
     ):
         ax.plot(batches, [count / rate / 1e9 for count in work], color=INK, linewidth=1.4)
         ax.text(batches[2], work[2] / rate / 1e9 * 0.5, name, color=SOFT, fontsize=TEXT, va="top")
-    title = "Decode waits for the CPU (lab 1)"
-    name_axes(ax, x="batch", y="ms for one token in one layer", title=title)
+    name_axes(ax, x="batch", y="ms for one token in one layer", title="Decode waits for the CPU (lab 1)")
     return _signed(figure, f"{past} tokens in the cache; limits: datasheet; {source(lab1)}")
 
 
@@ -208,12 +200,7 @@ def attention() -> Figure:
                 if not ratios:
                     continue
                 look, y = series((0, 4, 2)[offset]), place + (offset - 1) * 0.22
-                ax.plot(
-                    ratios[:: len(ratios) - 1 or 1],
-                    [y] * len(ratios[:: len(ratios) - 1 or 1]),
-                    color=look.color,
-                    linewidth=1.4,
-                )
+                ax.hlines(y, ratios[0], ratios[-1], color=look.color, linewidth=1.4)
                 middle = ratios[len(ratios) // 2]
                 label = f"head dim {head_dim}" if place == 0 else None
                 ax.plot([middle], [y], marker=look.marker, color=look.color, linestyle="none", label=label)
@@ -222,9 +209,8 @@ def attention() -> Figure:
         ax.invert_yaxis()
         ax.set_xlim(0.92, 1.45)
         name_axes(ax, x="our speed / theirs", title="causal" if causal else "full")
-    figure.legend(
-        *axes[1].get_legend_handles_labels(), frameon=False, fontsize=SMALL, loc="outside upper right", ncols=3
-    )
+    entries = axes[1].get_legend_handles_labels()
+    figure.legend(*entries, frameon=False, fontsize=SMALL, loc="outside upper right", ncols=3)
     return _signed(figure, f"forward, bf16, median and range over lengths 1k to 16k; {source(document)}")
 
 
@@ -237,10 +223,9 @@ def mask() -> Figure:
     packed = both(causal, documents(document_ids(lengths)))
     figure, axes = plot_mask(packed, sum(lengths))
     figure.set_size_inches(WIDE, 3.2)
-    for ax in axes[0]:
-        shares = [word for word in ax.get_title(loc="left").split() if word.endswith("%")]
-        kind = "pairs" if ax is axes[0][0] else "blocks"
-        name_axes(ax, title=f"{shares[0]} of the {kind}")
+    for ax, kind in zip(axes[0], ("pairs", "blocks"), strict=True):
+        share = next(word for word in ax.get_title(loc="left").split() if word.endswith("%"))
+        name_axes(ax, title=f"{share} of the {kind}")
         ax.set_xlabel("")
     return _signed(figure, "four packed documents under a causal mask: counted, not measured (lab 2)")
 
@@ -277,9 +262,8 @@ def deadlock() -> Figure:
         if forget:
             end = max(event.end for event in run.events)
             ax.axvspan(end, whole, facecolor=PAPER, edgecolor=HAIR, hatch="///", linewidth=0)
-            ax.text(
-                (end + whole) / 2, ax.get_ylim()[0] / 2 - 0.3, "nobody can go on", ha="center", backgroundcolor=CARD
-            )
+            middle = (end + whole) / 2, ax.get_ylim()[0] / 2 - 0.3
+            ax.text(*middle, "nobody can go on", ha="center", backgroundcolor=CARD)
         else:
             ax.set_xlabel("")
     return _signed(figure, "grey waits, blue computes, green copies; simulated on a CPU, no GPU needed (lab 3)")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import nbformat
 
 from tools.site.pages import collect, with_outputs, withhold
 from utils.files import ROOT
@@ -40,20 +41,18 @@ def executed_notebooks(run: bool) -> dict[str, str]:
     return notebooks
 
 
-def kept_run(name: str, instructor: str) -> dict | None:
+def kept_run(name: str, instructor: str) -> nbformat.NotebookNode | None:
     """Return the notebook of a solved run that `labs demo` kept; None if it has not the present code."""
     path = ROOT / "out" / "demo" / name / f"{name}.ipynb"
-    executed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    executed = nbformat.read(path, as_version=4) if path.exists() else None
     return executed if executed is not None and same_code(instructor, executed) else None
 
 
-def same_code(instructor: str, executed: dict) -> bool:
+def same_code(instructor: str, executed: nbformat.NotebookNode) -> bool:
     """Whether an executed notebook has the code of the present one."""
-
-    def code(cells: list[dict]) -> list[str]:
-        return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-
-    return code(json.loads(instructor)["cells"]) == code(executed["cells"])
+    notebooks = nbformat.reads(instructor, as_version=4), executed
+    present, run = ([cell.source for cell in notebook.cells if cell.cell_type == "code"] for notebook in notebooks)
+    return present == run
 
 
 def build(folder: Path, notebooks: dict[str, str]) -> Path:

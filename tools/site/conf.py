@@ -8,6 +8,7 @@ author = copyright = "The GPU Efficiency Labs authors"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme = "pydata_sphinx_theme"
 html_title = project
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "show_toc_level": 2,
     "header_links_before_dropdown": 6,

@@ -51,11 +51,12 @@ OTHER_MEANINGS = ("kernel", "block (CTA)", "grid")  # of Jupyter, of `with`, of 
 WITHHELD = "This output quotes lines of the answer, so it is left out here. Run the cell to see yours.\n"
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 _SOURCE = re.compile(r'(?<=src=")([^":]+)(?=")')  # of an image that stands as HTML
-_PART = re.compile(r"# (Part (\d+): .+)")
+_PART = re.compile(r"^# (Part (\d+): .+)", re.MULTILINE)
 _TERM = re.compile(r"^\| (?!Word|-)([^|]+?) \|", re.MULTILINE)  # first cell of a row of the glossary
-# What no word of the glossary is linked in: code, formulas, links, tags, headings.
+# What no word of the glossary is linked in: folded hints, code, formulas, links, tags, headings.
 _NOT_PROSE = re.compile(
-    r"(```.*?```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|!?\[[^\]]*\]\([^)]*\)|<[^>]*>|^#.*?$)", re.DOTALL | re.MULTILINE
+    r"(<details>\s*<summary>Hint.*?</details>|```.*?```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|!?\[[^\]]*\]\([^)]*\)|<[^>]*>|^#.*?$)",
+    re.DOTALL | re.MULTILINE,
 )
 
 
@@ -71,8 +72,20 @@ def with_outputs(student: str, executed: Mapping[str, Any]) -> str:
     for cell in notebook.cells:
         if cell.cell_type == "code" and cell.id in ran:
             cell.execution_count = ran[cell.id].get("execution_count")
-            cell.outputs = [nbformat.from_dict(output) for output in ran[cell.id].get("outputs", [])]
+            cell.outputs = said_once([nbformat.from_dict(output) for output in ran[cell.id].get("outputs", [])])
     return nbformat.writes(notebook) + "\n"
+
+
+def said_once(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Return outputs without empty ones, and without a second "passed", which comes from the hidden check."""
+    kept: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if output.output_type == "stream":
+            output.text = re.sub(r"^(✓.*\n)\1", r"\1", output.text, flags=re.MULTILINE)
+        text = output.get("text", "a picture or a table")
+        if text.strip() and not (text.startswith("✓") and output in kept):
+            kept.append(output)
+    return kept
 
 
 def withhold(notebook: str, leaks: Callable[[str], bool]) -> str:
@@ -214,8 +227,11 @@ def parts_of(notebook: dict, lab: str) -> dict[str, dict]:
     """Split a lab's notebook: {page: notebook} of what stands before Part 1, and of each part."""
     pages, titles, page = {f"{lab}.ipynb": []}, {}, f"{lab}.ipynb"
     for cell in notebook["cells"]:
-        heading = cell["cell_type"] == "markdown" and _PART.match(cell["source"])
+        heading = _PART.search(cell["source"]) if cell["cell_type"] == "markdown" else None
         if heading:
+            if before := cell["source"][: heading.start()].strip():  # the end of the part before, in the same cell
+                pages[page].append({**cell, "id": f"{cell['id']}-end", "source": before})
+                cell["source"] = cell["source"][heading.start() :]
             page = f"{lab}-part{heading[2]}.ipynb"
             pages[page], titles[page] = [], heading[1]
         pages[page].append(cell)

@@ -99,7 +99,7 @@ def test_lse_and_sinks_against_float64(way):
                     leaves = [q, k, v, *([sink] if given is not None else [])]
                     compare(got, expected, leaves, (name, causal, window, q.shape, k.shape))
                     ran[name] += 1
-    print(ran)
+        print(ran)
     assert sum(ran.values())
 
 
@@ -135,7 +135,7 @@ def test_lengths_and_packed_sequences_against_float64(way):
                 if got is not None:
                     compare(got, expected, [q, k, v], (name, arguments, causal, window))
                     ran[name] += 1
-    print(ran)
+        print(ran)
     assert sum(ran.values())
 
 
