@@ -79,10 +79,3 @@ def uncompiled_flex():
         yield
     finally:
         setattr(module, name, before)
-
-
-def reads_by_tensor() -> bool:
-    """True where FlexAttention calls a mask: there `x[i]` reads a tensor with a tensor for an index."""
-    depth = torch._C._len_torch_function_stack()
-    modes = [torch._C._get_function_stack_at(i) for i in range(depth)]
-    return any(type(mode).__name__ == "TransformGetItemToIndex" for mode in modes)

@@ -22,7 +22,7 @@ from instructor.grading.submission.conditions import expect_sdpa_switches, sdpa_
 from instructor.grading.submission.evidence import merge_watch, update_mode, without_private
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
-from instructor.grading.wire.block_masks import BlockMasks
+from instructor.grading.wire.block_masks import rebuild_block_mask
 from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
 from instructor.grading.wire.pickles import CheckEncoder
 from instructor.grading.wire.signatures import Proxy, parameters_of
@@ -71,12 +71,10 @@ class Remote:
         """Drop the objects of a question."""
         self.objects: list = []  # objects of this side that the student's process knows by their place in this list
         self.proxies: dict[int, object] = {}  # of the student's objects, by their numbers
-        self.block_masks = BlockMasks()
         self.tensors: dict[int, torch.Tensor] = {}  # sent, by key
         self.versions: dict[int, int] = {}
         self.keys: dict[int, int] = {}  # the address of a tensor -> its key
         self.last_key = 0
-        self.dropped: list[int] = []  # keys of tensors that the student's process may forget
         self.shown = []
 
     def within(self, seconds: float) -> None:
@@ -110,8 +108,8 @@ class Remote:
 
     # ---- values ----------------------------------------------------------------------------------------------
 
-    def encoder(self, levels: vmaps.Levels = ()) -> CheckEncoder:
-        """An encoder of the check's values, which may be functions and iterators."""
+    def encoder(self, in_vmap: bool = False) -> CheckEncoder:
+        """An encoder of the check's values, which may be functions and iterators; tensors of a vmap are made for one call."""
 
         def handle(value):
             kind = "function" if callable(value) else "iterator" if isinstance(value, Iterator) else None
@@ -127,26 +125,18 @@ class Remote:
             return ["object", {**fields, "parameters": parameters_of(value) if kind == "function" else None}]
 
         def known(tensor):
-            if id(tensor) in self.keys:
-                return self.keys[id(tensor)]
+            if id(tensor) in self.keys or in_vmap:
+                return self.keys.get(id(tensor))
             self.last_key += 1
             self.tensors[self.last_key], self.versions[self.last_key] = tensor, tensor._version
             self.keys[id(tensor)] = self.last_key
             return [self.last_key]
 
-        return CheckEncoder(handle, known, levels, block_mask=self.block_masks.name_mask)
+        return CheckEncoder(handle, known)
 
-    def decoder(self, blobs: list, levels: vmaps.Levels = ()) -> Decoder:
+    def decoder(self, blobs: list) -> Decoder:
         """A decoder of what the student's process sends: plain data, and proxies of what cannot travel."""
-        own, known = self.objects.__getitem__, self.tensors.__getitem__
-        return Decoder(blobs, self._proxy, own, known, levels=levels, block_mask=self.block_masks.rebuild)
-
-    def _drop(self, since: int) -> list[int]:
-        """Forget the tensors of a call under vmap, which were made for it alone; a mask would leave thousands of them."""
-        dropped = [key for key in self.tensors if key > since]
-        for key in dropped:
-            del self.keys[id(self.tensors[key])], self.tensors[key], self.versions[key]
-        return dropped
+        return Decoder(blobs, self._proxy, self.objects.__getitem__, self.tensors.__getitem__)
 
     def _encode(self, encode: Callable, value):
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -195,6 +185,13 @@ class Remote:
     def _proxy(self, fields: dict):
         """A proxy of an object of the student's; `fields` may be forged."""
         number, kind = fields["id"], fields["kind"]
+        if kind == "block_mask" and type(number) is int:
+            mask = rebuild_block_mask(fields["parts"])
+            known = self.proxies.setdefault(number, mask)
+            if type(known) is not type(mask):
+                raise WireError("an object of two kinds")
+            vars(known).update(vars(mask))  # the same object as before, so that a check may ask by `is`
+            return known
         if type(number) is int and number in self.proxies:
             return self.proxies[number]
         if type(number) is not int or kind not in ("function", "other"):
@@ -238,18 +235,16 @@ class Remote:
     def call(self, number: int | Callable, args: tuple, kwargs: dict):
         """Call the student's object `number`; returns its result or raises what it raised."""
         try:
-            levels = vmaps.levels_here()
-        except vmaps.NotVmap as error:
+            return vmaps.across(lambda *plain: self._call(number, *plain), args, kwargs)
+        except WireError as error:
             raise CannotTravel(str(error)) from None
-        with vmaps.leave_levels():
-            return self._call(number, args, kwargs, levels)
 
-    def _call(self, number: int | Callable, args: tuple, kwargs: dict, levels: vmaps.Levels):
+    def _call(self, number: int | Callable, args: tuple, kwargs: dict, in_vmaps: vmaps.Vmaps):
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
         seeing = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
         shipped = [*seeing, *(mode for mode in functions if type(mode) is not watching._Calls)]
-        encode, before = self.encoder(levels), self.last_key
+        encode = self.encoder(bool(in_vmaps))
         conditions = {
             "grad": torch.is_grad_enabled(),
             "fill": torch.are_deterministic_algorithms_enabled(),
@@ -263,16 +258,14 @@ class Remote:
             "updates": self._updates(encode),
             "target": number if isinstance(number, int) else self._encode(encode, number),
             "conditions": conditions,
-            "levels": levels,
-            "drop": self.dropped,
+            "vmaps": in_vmaps,
             "args": self._encode(encode, args),
             "kwargs": self._encode(encode, kwargs),
         }
-        self.dropped = []
         reply, blobs = self.ask(message, encode.blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             try:
-                decode = self._take_effects(reply, blobs, levels)
+                decode = self._take_effects(reply, blobs)
                 for watch in watches:
                     merge_watch(watch, reply["watch"])
                 if seeing and reply["seen"] is None:
@@ -284,9 +277,6 @@ class Remote:
                 if getattr(error, "remote", False):
                     raise
                 raise Gone("protocol", f"{type(error).__name__}: {error}"[:300]) from None
-            finally:
-                if levels:
-                    self.dropped += self._drop(before)
         for argument in args:
             if isinstance(argument, str) and _FILE_NAME.fullmatch(argument):
                 self._fetch(argument)
@@ -299,11 +289,11 @@ class Remote:
             with open(name, "wb") as file:
                 file.write(blobs[0])
 
-    def _take_effects(self, reply: dict, blobs: list, levels: vmaps.Levels) -> Decoder:
+    def _take_effects(self, reply: dict, blobs: list) -> Decoder:
         """Leave behind what the call left, as a check sees it in one process; returns the decoder of the reply."""
         if reply["op"] == "unsendable":
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
-        decode = self.decoder(blobs, levels)
+        decode = self.decoder(blobs)
         self._apply(reply["mutated"], decode)
         set_sdpa_switches(expect_sdpa_switches(reply["sdpa"]))
         if reply["filters"] is True:  # for warnings
@@ -322,17 +312,17 @@ class Remote:
 
     def _serve(self, message: dict, blobs: list) -> None:
         """Answer the student's code, which called a function of the check or took the next item of its iterator."""
-        levels = vmaps.expect_levels(message["levels"])
-        decode = self.decoder(blobs, levels)
+        in_vmaps = message["vmaps"]
+        decode = self.decoder(blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             self._apply(message["mutated"], decode)
             target = self.objects[message["id"]]
             args, kwargs = decode(message["args"]), decode(message["kwargs"])
-        encode = self.encoder(levels)
+        encode = self.encoder(bool(in_vmaps))
         try:
             # What the check's own functions do is not the student's: no mode of the check sees it.
-            with vmaps.enter_levels(levels), _disable_current_modes(), _indices(message["indices"] is True):
-                value = next(target) if message["next"] is True else target(*args, **kwargs)
+            with vmaps.leave_levels(), _disable_current_modes(), _indices(bool(in_vmaps)):
+                value = next(target) if message["next"] is True else vmaps.mapped(target, args, kwargs, in_vmaps)
             node = self._encode(encode, value)
             reply = {"op": "value", "value": node, "updates": self._updates(encode)}
         except StopIteration:
@@ -343,9 +333,9 @@ class Remote:
         self.channel.send(reply, encode.blobs, self.deadline)
 
 
-def _indices(by_tensor: bool):
+def _indices(in_vmap: bool):
     """Let `x[i]` read a tensor with a tensor for an index, as it can where FlexAttention calls a mask."""
-    if not by_tensor:
+    if not in_vmap:
         return contextlib.nullcontext()
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
