@@ -38,9 +38,8 @@ from instructor.grading.submission.plan import (
     question_of,
     question_title,
 )
-from instructor.grading.submission.records import Job
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
-from instructor.grading.submission.results import CellResult, SubmissionResult
+from instructor.grading.submission.results import CellResult, Job, SubmissionResult
 from instructor.grading.wire.channel import Channel
 
 MAX_RESTARTS = 12

@@ -26,8 +26,7 @@ from instructor.build import ROOT, Built
 from instructor.grading.sandbox import walls
 from instructor.grading.submission.library import ANSWERS
 from instructor.grading.submission.plan import not_graded, plan_tests
-from instructor.grading.submission.records import Job, WarmUp, how_it_ended
-from instructor.grading.submission.results import GradingError, SubmissionResult
+from instructor.grading.submission.results import GradingError, Job, SubmissionResult, WarmUp, how_it_ended
 from instructor.grading.submission.sources import fingerprint
 from instructor.grading.wire.channel import Channel, Closed, TooLate
 from utils.files import write_whole

@@ -7,7 +7,7 @@ import json
 import os
 import select
 
-from instructor.grading.sandbox.tampering import SERIOUS, Sign
+from instructor.grading.sandbox.tampering import KINDS, Sign
 from instructor.grading.submission.plan import Step, question_of
 from instructor.grading.submission.results import Flag
 
@@ -59,7 +59,7 @@ class Flags:
 
     def serious(self, question: str) -> list[str]:
         """The kinds of attempts at the channel, the memory or the walls in a question."""
-        return sorted(kind for name, kind in self.found if name == question and kind in SERIOUS)
+        return sorted(kind for name, kind in self.found if name == question and kind in KINDS)
 
     def as_tuple(self) -> tuple[Flag, ...]:
         """One flag for each question and kind, which says how much was seen; one for all, if many questions were changed."""

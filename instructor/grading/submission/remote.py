@@ -18,8 +18,14 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from instructor.grading.submission.conditions import expect_sdpa_switches, sdpa_switches, set_sdpa_switches
-from instructor.grading.submission.evidence import merge_watch, update_mode, without_private
+from instructor.grading.submission.conditions import (
+    expect_sdpa_switches,
+    merge_watch,
+    sdpa_switches,
+    set_sdpa_switches,
+    update_mode,
+    without_private,
+)
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import rebuild_block_mask

@@ -23,8 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instructor.grading.sandbox import tampering
 from instructor.grading.sandbox.walls import SCRATCH, address_space
-from instructor.grading.submission.conditions import no_modes, sdpa_switches, set_conditions, uncompiled_flex
-from instructor.grading.submission.evidence import MAX_SEEN, describe_mode, describe_watch
+from instructor.grading.submission.conditions import (
+    MAX_SEEN,
+    describe_mode,
+    describe_watch,
+    no_modes,
+    sdpa_switches,
+    set_conditions,
+    uncompiled_flex,
+)
 from instructor.grading.submission.exceptions import describe_error, nearest_error, words_of
 from instructor.grading.submission.outputs import Outputs, Stream
 from instructor.grading.wire import vmaps
@@ -92,7 +99,7 @@ class Student:
 
     def do_run(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Run a cell as Jupyter does."""
-        self.watcher.begin(message["cell"])
+        self.watcher.cell = message["cell"]
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
         result = raised = None
@@ -100,7 +107,6 @@ class Student:
             result = self.shell.run_cell(message["source"], store_history=False)
         except BaseException as error:
             raised = error
-        self.watcher.scan()
         if raised is not None:
             outputs.error(type(raised).__name__, words_of(raised), [type(raised).__name__])
         ok = raised is None and getattr(result, "success", None) is True
@@ -151,7 +157,7 @@ class Student:
 
     def do_get(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Send the values of names in the notebook; a new question begins."""
-        self.watcher.begin(message["cell"])
+        self.watcher.cell = message["cell"]
         self._forget()
         return self.do_values(message, blobs)
 

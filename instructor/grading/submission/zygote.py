@@ -35,7 +35,7 @@ import psutil
 from instructor.grading.sandbox import walls
 from instructor.grading.submission import checker
 from instructor.grading.submission.enclosure import Enclosure
-from instructor.grading.submission.records import Job, WarmUp, how_it_ended
+from instructor.grading.submission.results import Job, WarmUp, how_it_ended
 from instructor.grading.submission.warmup import Warm, make_shell, run_setup, warm_up
 from instructor.grading.wire.channel import Channel, Closed
 from utils.kernels.warm_process import ForkedProcess, WarmProcess

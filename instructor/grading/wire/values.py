@@ -136,25 +136,15 @@ class Encoder:
             return ["tensor", {**fields, "data": None if meta else self._blob(tensor_bytes(tensor))}]
 
 
-# How the value of a subclass is read, past whatever methods the subclass has of its own.
-_READ: dict[type, Callable] = {
-    int: int.__int__,
-    float: float.__float__,
-    str: str.__str__,
-    dict: lambda value: dict(dict.items(value)),
-    list: lambda value: [*list.__iter__(value)],
-    tuple: lambda value: (*tuple.__iter__(value),),
-    set: lambda value: {*set.__iter__(value)},
-    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
-}
-
-
 def _plain_value(value):
     """The number, text or container in an instance of a subclass, such as an IntEnum's member; None for anything else.
 
     A check asks `isinstance`, and so takes a dict whose class gives its items as attributes.
     """
-    return next((read(value) for base, read in _READ.items() if base in type(value).__mro__), None)
+    # Read past the methods of the subclass, which may look up something else: `dict.copy` and not `value.copy`.
+    readers = {int: int.__int__, float: float.__float__, str: str.__str__, dict: dict.copy, list: list.copy}
+    readers |= {tuple: lambda value: tuple.__add__((), value), set: set.copy, frozenset: frozenset.union}
+    return next((read(value) for base, read in readers.items() if base in type(value).__mro__), None)
 
 
 def _is_table(value) -> bool:

@@ -49,10 +49,10 @@ def test_many_changes_of_a_notebook_are_one_flag():
 
 def test_only_attempts_at_the_channel_the_memory_or_the_walls_are_serious():
     flags = Flags()
-    flags.signs = [Sign("q1_1", "hooks", "IPython's run_cell was replaced"), Sign("q1_1", "memory", "ctypes.string_at")]
+    flags.signs = [Sign("q1_1", "other", "forged"), Sign("q1_1", "memory", "ctypes.string_at")]
     flags.add_signs([])
     assert flags.serious("q1_1") == ["memory"] and flags.serious("q1_2") == []
-    assert {flag.kind for flag in flags.as_tuple()} == {"hooks", "memory"}
+    assert {flag.kind for flag in flags.as_tuple()} == {"other", "memory"}
 
 
 def test_sys_exit_is_told_as_a_call_that_ends_a_program():

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, _get_mod_type, create_block_mask, create_mask, flex_attention
 
 from instructor.grading.submission.beside import put_behind_walls
-from instructor.grading.submission.evidence import update_mode
+from instructor.grading.submission.conditions import update_mode
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.student import Student
 from instructor.grading.wire.block_masks import rebuild_block_mask
@@ -28,13 +28,6 @@ from utils.attention.masks.score_mods import modify_scores
 from utils.checking import SizeWatch, watch_operations
 from utils.checking.labs.lab4_sdpa.common import Attentions
 from utils.checking.masks import count_arguments
-
-
-class _Flags:
-    """A watcher that notes nothing."""
-
-    def __getattr__(self, name):
-        return lambda *args: None
 
 
 @pytest.fixture
@@ -49,7 +42,7 @@ def across():
             try:
                 ours.close()
                 shell = types.SimpleNamespace(user_ns=functions, outputs=None)
-                Student(Channel(theirs), shell, _Flags()).serve()
+                Student(Channel(theirs), shell, types.SimpleNamespace(cell="")).serve()
             finally:
                 os._exit(1)
         theirs.close()
