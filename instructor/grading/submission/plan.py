@@ -20,13 +20,11 @@ from nbformat import NotebookNode
 
 from instructor.build import Built
 from instructor.grading.submission.harmless import (
-    MAX_ALL_CODE,
-    MAX_ALL_PROSE,
-    MAX_CODE,
-    MAX_PROSE,
+    MAX_ALL,
+    MAX_CELL,
     harmless_attachments,
     harmless_markdown,
-    shown_code,
+    shortened,
     without_lost_pictures,
 )
 from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
@@ -175,14 +173,17 @@ def make_plan(built: Built, submission: str | bytes, tests: dict[str, Needs] | N
     notebook = nbformat.v4.new_notebook(metadata=released.metadata)
     notebook.nbformat_minor = 5
     steps: list[Step] = []
-    section, taken, room = "", set(), MAX_ALL_PROSE
+    section, taken, room = "", set(), MAX_ALL
     for number, (cell, known) in enumerate(merged):
         name = f"{known.id}" if known is not None else f"extra-{number}"
         node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
         taken.add(node.id)
-        if node.cell_type != "code" and not (known is not None and node.source == known.source):
-            node.source = harmless_markdown(node.source, min(room, MAX_PROSE))
+        step = _step_of(cell, known, node, lab)
+        if not (known is not None and node.source in (known.source, lab.released[known.id].source)):
+            node.source = shortened(node.source, min(room, MAX_CELL), "# " if node.cell_type == "code" else "")
             room = max(0, room - len(node.source))
+        if node.cell_type != "code" and not (known is not None and node.source == known.source):
+            node.source = harmless_markdown(node.source)
             pictures = harmless_attachments(cell.get("attachments"))
             if pictures:
                 node["attachments"] = pictures
@@ -190,7 +191,6 @@ def make_plan(built: Built, submission: str | bytes, tests: dict[str, Needs] | N
         if known is not None:
             node.metadata.update(json.loads(json.dumps(lab.released[known.id].metadata)))
         notebook.cells.append(node)
-        step = _step_of(cell, known, node, lab)
         if known is not None and known.cell_type == "markdown" and (heading := _HEADING.search(known.source)):
             section = f"{'bonus_' if heading[1] else 'q'}{heading[2]}_{heading[3]}"
         if step is not None:
@@ -202,17 +202,7 @@ def make_plan(built: Built, submission: str | bytes, tests: dict[str, Needs] | N
         if step.kind == "tests":
             step.needs = needs[step.name]
     _leave_out(steps)
-    _shorten_code(steps)
     return Plan(notebook, steps, changed, _files_of_lab(original))
-
-
-def _shorten_code(steps: list[Step]) -> None:
-    """Cut what cells show of very long code; what runs stays whole."""
-    room = MAX_ALL_CODE
-    for step in steps:
-        if step.cell.cell_type == "code" and step.kind != "tests" and not step.untouched:
-            step.cell.source = shown_code(step.source, min(room, MAX_CODE))
-            room = max(0, room - len(step.cell.source))
 
 
 def _files_of_lab(original: list[NotebookNode]) -> dict[str, str]:
