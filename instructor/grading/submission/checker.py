@@ -74,8 +74,6 @@ class Checker:
 
     def __init__(self, job: Job, base: dict, start: Callable[..., StudentProcess]):
         self.job, self.base, self.start = job, base, start
-        # isinstance() would ask the value, and some of the course's are loaded when they are asked.
-        self.errors = {n: v for n, v in base.items() if issubclass(type(v), type) and issubclass(v, Exception)}
         self.ends = time.monotonic() + job.total
         self.flags = Flags()
         self.walls: dict[str, str] = {}
@@ -148,7 +146,7 @@ class Checker:
         """Start a student's process in which no cell has run."""
         self.process = self.start()
         self.walls = self.process.walls
-        self.remote = Remote(self.process.channel, self.errors)
+        self.remote = Remote(self.process.channel)
 
     def _stop_student(self) -> None:
         if self.process is not None:
@@ -242,10 +240,7 @@ class Checker:
         """Run a function of the course, which takes a student's text, in a process where no cell of theirs has run."""
         clean = self._clean_remote(module)
         clean.within(max(self.remote.deadline - time.monotonic(), 1.0) if self.remote else self.job.timeout)
-        reply, _ = clean.ask({"op": "runner", "module": module, "name": name})
-        if reply["op"] != "ready":
-            raise Gone("protocol", "no runner")
-        return clean.call(reply["target"], args, kwargs)
+        return clean.call(["ref", module, name], args, kwargs)
 
     def _clean_remote(self, module: str) -> Remote:
         interpreted = module in INTERPRETED

@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import json
 import sys
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,16 +54,6 @@ def set_sdpa_switches(switches: list) -> None:
     for name, allowed in zip(_SDPA, flags, strict=True):
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(allowed)
     torch._C._set_sdp_priority_order(order)
-
-
-def expect_sdpa_switches(switches: Any) -> list:
-    """Return switches that came from another process; `ValueError` if they are not well formed."""
-    plain = type(switches) is list and len(switches) == 2 and all(type(part) is list for part in switches)
-    if not plain or [type(flag) for flag in switches[0]] != [bool] * len(_SDPA):
-        raise ValueError("no switches of SDPA's backends")
-    if sorted(switches[1]) != sorted(torch._C._get_sdp_priority_order()):
-        raise ValueError("no order of SDPA's backends")
-    return switches
 
 
 @contextlib.contextmanager

@@ -55,14 +55,13 @@ def explain(error: BaseException) -> tuple[str, str]:
     return "error", f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
-def error_with_lines(fields: dict, own: dict[str, type] | None = None) -> BaseException:
+def error_with_lines(fields: dict) -> BaseException:
     """Rebuild a student's exception, of the nearest type known here, with the student's lines that it went through.
 
     Args:
         fields: what `describe_error` gave; it comes from the student's process, which may have forged it.
-        own: {name: class} of exceptions that the notebook itself defines.
     """
-    error = nearest_error(fields["kinds"], str(fields["words"])[:MAX_WORDS], own or {})
+    error = nearest_error(fields["kinds"], str(fields["words"])[:MAX_WORDS])
     for name, value in fields["state"].items():
         plain = value is None or type(value) in (int, str, bool, float)
         if plain and name.isidentifier() and not name.startswith("_"):
@@ -73,7 +72,7 @@ def error_with_lines(fields: dict, own: dict[str, type] | None = None) -> BaseEx
     return error
 
 
-def nearest_error(kinds: list, words: str, own: dict[str, type]) -> BaseException:
+def nearest_error(kinds: list, words: str) -> BaseException:
     """An exception of the first of these types, each `module:name`, that is known here."""
     for kind in kinds:
         module, _, name = str(kind).partition(":")
@@ -81,7 +80,6 @@ def nearest_error(kinds: list, words: str, own: dict[str, type]) -> BaseExceptio
         found: object = sys.modules.get(module) if known else None
         for part in name.split("."):
             found = getattr(found, part, None)
-        found = own.get(name) if module == "__main__" else found
         if isinstance(found, type) and (issubclass(found, Exception) or found is SystemExit):
             with contextlib.suppress(Exception):
                 error = found.__new__(found, words)

@@ -18,14 +18,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from instructor.grading.submission.conditions import (
-    expect_sdpa_switches,
-    merge_watch,
-    sdpa_switches,
-    set_sdpa_switches,
-    update_mode,
-    without_private,
-)
+from instructor.grading.submission.conditions import merge_watch, sdpa_switches, update_mode, without_private
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import rebuild_block_mask
@@ -64,11 +57,10 @@ class Remote:
 
     Args:
         channel: to the process.
-        errors: {name: class} of exceptions that the notebook itself defines.
     """
 
-    def __init__(self, channel: Channel, errors: dict[str, type] | None = None):
-        self.channel, self.number, self.errors = channel, 0, errors or {}
+    def __init__(self, channel: Channel):
+        self.channel, self.number = channel, 0
         self.deadline = 0.0
         self.shown: list[str] = []
         self.forget()
@@ -238,14 +230,14 @@ class Remote:
         """Run one of the check's own functions in the student's process, where the student's objects are."""
         return self.call(function, args, {})
 
-    def call(self, number: int | Callable, args: tuple, kwargs: dict):
-        """Call the student's object `number`; returns its result or raises what it raised."""
+    def call(self, number: int | Callable | list, args: tuple, kwargs: dict):
+        """Call the student's object `number`, a check's function, or what a node names; returns its result or raises what it raised."""
         try:
             return vmaps.across(lambda *plain: self._call(number, *plain), args, kwargs)
         except WireError as error:
             raise CannotTravel(str(error)) from None
 
-    def _call(self, number: int | Callable, args: tuple, kwargs: dict, in_vmaps: vmaps.Vmaps):
+    def _call(self, number: int | Callable | list, args: tuple, kwargs: dict, in_vmaps: vmaps.Vmaps):
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
         seeing = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
@@ -262,7 +254,7 @@ class Remote:
         message = {
             "op": "call",
             "updates": self._updates(encode),
-            "target": number if isinstance(number, int) else self._encode(encode, number),
+            "target": self._encode(encode, number) if callable(number) else number,
             "conditions": conditions,
             "vmaps": in_vmaps,
             "args": self._encode(encode, args),
@@ -301,8 +293,10 @@ class Remote:
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
         decode = self.decoder(blobs)
         self._apply(reply["mutated"], decode)
-        set_sdpa_switches(expect_sdpa_switches(reply["sdpa"]))
-        if reply["filters"] is True:  # for warnings
+        other_switches, other_filters = reply["left"]
+        if other_switches is True:  # a check asks whether SDPA's backends are as before, and not what they are
+            torch.backends.cuda.enable_flash_sdp(not torch.backends.cuda.flash_sdp_enabled())
+        if other_filters is True:  # for warnings
             warnings.simplefilter("ignore", type("OfTheCall", (Warning,), {}))
         if isinstance(reply.get("shown"), str):
             self.shown.append(reply["shown"][:20_000])
@@ -311,7 +305,7 @@ class Remote:
     def _conclude(self, reply: dict, decode: Decoder):
         """The result of a call; or raise what the call raised."""
         if reply["op"] == "raised":
-            raise _mark_as_students(error_with_lines(reply["error"], self.errors))
+            raise _mark_as_students(error_with_lines(reply["error"]))
         if reply["op"] != "result":
             raise WireError("a reply that is neither a result nor an exception")
         return decode(reply["value"])

@@ -7,7 +7,6 @@ process reports is data for the checker, which is another process and reads it t
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import os
 import resource
@@ -183,11 +182,6 @@ class Student:
         self.shell.user_ns.update(self._decoder(blobs)(message["values"]))
         return {"op": "replaced"}, []
 
-    def do_runner(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Offer a function of the course that runs a student's text, in a process where no cell of theirs ran."""
-        handle = self._handle(getattr(importlib.import_module(message["module"]), message["name"]))
-        return {"op": "ready", "target": handle[1]["id"]}, []
-
     def do_call(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Call an object of this side, under the modes and vmaps that the checker has on."""
         shown = self.outputs
@@ -226,7 +220,7 @@ class Student:
                     raise
                 raised = error
             finally:
-                after, left = sdpa_switches(), list(warnings.filters) != filters
+                left = [sdpa_switches() != conditions["sdpa"], list(warnings.filters) != filters]
         reply: dict = {"op": "raised" if raised is not None else "result"}
         encode = self._encoder()
         if raised is not None:
@@ -238,7 +232,7 @@ class Student:
             reply["watch"] = describe_watch(watch)
         seen = [describe_mode(mode) for mode in modes if isinstance(mode, TorchDispatchMode)]
         reply["seen"] = seen if sum(map(len, seen)) <= MAX_SEEN else None
-        reply["sdpa"], reply["filters"] = after, left
+        reply["left"] = left
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return reply, encode.blobs
 
@@ -321,7 +315,7 @@ class Student:
             if reply["op"] == "stop":
                 raise StopIteration
             if reply["op"] == "raise":
-                raise nearest_error(reply["error"]["kinds"], reply["error"]["words"], {})
+                raise nearest_error(reply["error"]["kinds"], reply["error"]["words"])
             return decode(reply["value"])
 
     def _mutations(self, encode: Encoder, during: bool = False) -> list:

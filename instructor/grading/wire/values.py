@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import fractions
 import math
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -93,8 +92,6 @@ class Encoder:
             return ["device", str(value)]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if (series := _series(value)) is not None:
-            return ["series", *(self(part, depth + 1) for part in series)]
         if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
             plain = np.ascontiguousarray(value)
             is_scalar = isinstance(value, np.generic)
@@ -142,21 +139,15 @@ def _plain_value(value):
     A check asks `isinstance`, and so takes a dict whose class gives its items as attributes.
     """
     # Read past the methods of the subclass, which may look up something else: `dict.copy` and not `value.copy`.
-    readers = {int: int.__int__, float: float.__float__, str: str.__str__, dict: dict.copy, list: list.copy}
+    readers = {
+        int: int.__int__,
+        float: float.__float__,
+        str: str.__str__,
+        dict: lambda value: dict(dict.items(value)),
+        list: list.copy,
+    }
     readers |= {tuple: lambda value: tuple.__add__((), value), set: set.copy, frozenset: frozenset.union}
     return next((read(value) for base, read in readers.items() if base in type(value).__mro__), None)
-
-
-def _is_table(value) -> bool:
-    pandas = sys.modules.get("pandas")
-    return pandas is not None and type(value) in (getattr(pandas, "Series", None), getattr(pandas, "DataFrame", None))
-
-
-def _series(value) -> tuple | None:
-    """The parts of a pandas Series of plain values; None for anything else. No check takes a DataFrame from a student."""
-    if not _is_table(value) or hasattr(value, "columns") or value.index.nlevels > 1 or value.size > MAX_NODES // 4:
-        return None
-    return value.tolist(), value.index.tolist(), value.name
 
 
 class Decoder:
@@ -284,14 +275,6 @@ class Decoder:
         if offset + _reach(shape, stride) > _reach(list(whole.shape), list(whole.stride())):
             raise WireError("a view reaches beyond its tensor")
         return whole.as_strided(shape, stride, whole.storage_offset() + offset)
-
-    def _read_series(self, depth, values, index, name):
-        import pandas
-
-        values, index = self(values, depth), self(index, depth)
-        if type(values) is not list or type(index) is not list or len(values) != len(index):
-            raise WireError("a column whose index has another length")
-        return pandas.Series(values, index=index, name=self(name, depth), dtype=None if values else object)
 
     def _read_own(self, depth, number):
         return self.own(_exactly(number, int))
