@@ -75,7 +75,6 @@ class Checker:
     def __init__(self, job: Job, base: dict, start: Callable[..., StudentProcess]):
         self.job, self.base, self.start = job, base, start
         self.ends = time.monotonic() + job.total
-        self.flags = Flags()
         self.walls: dict[str, str] = {}
         self.cells: dict[str, CellResult] = {}
         self.shown: dict[str, int] = {}  # cell -> characters of what it shows
@@ -99,6 +98,7 @@ class Checker:
             why = f"The submitted notebook takes more than {READ_SECONDS} s to be read."
             why = str(error) if isinstance(error, Unreadable) else why
             return not_graded(job.built, job.student, "unreadable", why)
+        self.flags = Flags(plan.steps)
         for name, how in plan.changed.items():
             self.flags.add(question_of(name), "structure", how)
         # In the warm process's folder, which is removed whatever becomes of this process.
@@ -114,7 +114,6 @@ class Checker:
                 if step.by_hand:
                     self._wait_for_person(step)
             self._stop_student()
-        self.flags.add_signs(plan.steps)
         for step in plan.steps:
             self._let_serious_wait(step)
         return self._result(plan, began)

@@ -13,11 +13,15 @@ MOST_CHANGED = 3  # questions with changed cells that have a flag each
 
 
 class Flags:
-    """The flags of one submission, one for each question and kind, and the signs that some of them come from."""
+    """The flags of one submission, one for each question and kind.
 
-    def __init__(self) -> None:
+    Args:
+        steps: of its plan; they say which question a cell belongs to.
+    """
+
+    def __init__(self, steps: list[Step]) -> None:
         self.found: dict[tuple[str, str], list[str]] = {}  # (question, kind) -> what was seen
-        self.signs: list[Sign] = []
+        self.owner = {step.name: step.question for step in steps}
 
     def add(self, question: str, kind: str, detail: str) -> None:
         """Flag a question; "" is the whole submission."""
@@ -26,7 +30,7 @@ class Flags:
             details.append(detail)
 
     def read_signs(self, descriptor: int, during: str) -> None:
-        """Read what a student's process reported until its end, and close the pipe.
+        """Flag what a student's process reported until its end, and close the pipe.
 
         Args:
             descriptor: of the pipe.
@@ -41,15 +45,8 @@ class Flags:
                 sign = Sign(*(str(fields[name])[:300] for name in Sign._fields))
             except (ValueError, KeyError, TypeError, RecursionError):
                 sign = Sign(during, "protocol", "unreadable sign")
-            sign = sign if sign.cell else sign._replace(cell=during)
-            if sign not in self.signs:
-                self.signs.append(sign)
-
-    def add_signs(self, steps: list[Step]) -> None:
-        """Flag the question whose cell caused a sign."""
-        owner = {step.name: step.question for step in steps}
-        for sign in self.signs:
-            self.add(owner.get(sign.cell) or question_of(sign.cell), sign.kind, sign.detail)
+            cell = sign.cell or during
+            self.add(self.owner.get(cell) or question_of(cell), sign.kind, sign.detail)
 
     def serious(self, question: str) -> list[str]:
         """The kinds of attempts at the channel, the memory or the walls in a question."""
