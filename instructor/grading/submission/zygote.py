@@ -49,7 +49,6 @@ def serve(descriptor: int) -> None:
     os.chdir(options.folder)
     runner = start_runner(options)
     warm, problems = warm_up(options)
-    _keep_no_bytecode()
     gc.collect()
     gc.freeze()  # or else the collector touches, and so copies, the memory of the libraries in every fork
     # Native threads (torch's autograd keeps one) are idle here and hold no lock; Python's could.
@@ -82,15 +81,6 @@ def _wait_for_checker(process: int, descriptor: int) -> int:
         os.kill(process, signal.SIGKILL)
     os.close(ended)
     return os.waitpid(process, 0)[1]
-
-
-def _keep_no_bytecode() -> None:
-    """Write no more files of bytecode.
-
-    While it warms up, this process writes those of the libraries, without which each start takes many seconds longer.
-    Its forks, in which students' code runs, write none.
-    """
-    sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
 
 
 def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
@@ -177,7 +167,6 @@ def start_runner(options: WarmUp) -> socket.socket | None:
         assert isinstance(interpreter.PROCESS, WarmProcess)
         interpreter.PROCESS = ForkedProcess(interpreter.answer)  # torch and Triton are loaded here already
         shell = make_shell()
-        _keep_no_bytecode()
         gc.freeze()
         _run_warden(theirs, Warm(options, shell, {}))
     finally:
