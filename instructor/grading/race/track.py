@@ -278,7 +278,8 @@ def _serve(machine: Gpu | Simulator, channel: Channel) -> None:
     """Answer the judge until it closes the channel."""
     while True:
         message, blobs = channel.receive()
-        reply, rows = {}, []
+        reply: dict = {}
+        rows = []
         try:
             if "load" in message:
                 machine.load(message, blobs)

@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -136,8 +135,11 @@ class Checker:
         return max(0.0, min(self.job.timeout, self.ends - time.monotonic()))
 
     @property
-    def _out_of_time(self) -> bool:
-        return time.monotonic() >= self.ends
+    def _stopped(self) -> tuple[str, str]:
+        """(status, reason) if nothing more of this submission runs; else ("", "")."""
+        if time.monotonic() >= self.ends:
+            return "timeout", f"the submission has used the {self.job.total:.0f} s that it may take in all"
+        return ("killed", "too many cells before it hung or died") if self.remote is None else ("", "")
 
     # ---- the student's process -------------------------------------------------------------------------------
 
@@ -163,7 +165,7 @@ class Checker:
         while True:
             self.restarts += 1
             self._stop_student()
-            if self.restarts > MAX_RESTARTS or self._out_of_time:
+            if self.restarts > MAX_RESTARTS or time.monotonic() >= self.ends:
                 return
             self._start_student()
             try:
@@ -182,12 +184,8 @@ class Checker:
 
     def _run(self, step: Step) -> None:
         """Run a cell of the student's and keep what it shows."""
-        if self._out_of_time:
-            message = f"not run: the submission has used the {self.job.total:.0f} s that it may take in all"
-            step.cell.outputs = [error_output("NotRun", message)]
-            return
-        if self.remote is None:
-            step.cell.outputs = [error_output("NotRun", "not run: too many cells before it hung or died")]
+        if reason := self._stopped[1]:
+            step.cell.outputs = [error_output("NotRun", f"not run: {reason}")]
             return
         self.current = step.name
         try:
@@ -215,8 +213,8 @@ class Checker:
         """Say why the student's process is gone; a broken protocol is flagged."""
         if gone.kind == "protocol":
             self.flags.add(step.question, "protocol", gone.detail)
-        if gone.kind == "timeout" and self._out_of_time:
-            return f"was ended: the submission has used the {self.job.total:.0f} s that it may take in all."
+        if gone.kind == self._stopped[0] == "timeout":
+            return f"was ended: {self._stopped[1]}."
         return _WHY_GONE[gone.kind].format(timeout=self.job.timeout)
 
     # ---- tests -----------------------------------------------------------------------------------------------
@@ -283,14 +281,9 @@ class Checker:
 
     def _verdict(self, step: Step) -> tuple[str, str, str]:
         """(status, message, what is shown) of a test cell."""
-        if self.remote is None:
-            return "killed", "Not graded: too many cells before it hung or died.", ""
-        if self._out_of_time:
-            return (
-                "timeout",
-                f"Not graded: the submission has used the {self.job.total:.0f} s that it may take in all.",
-                "",
-            )
+        status, reason = self._stopped
+        if self.remote is None or status:
+            return status, f"Not graded: {reason}.", ""
         title = question_title(step.question)
         try:
             self.remote.within(self._left())
@@ -306,7 +299,10 @@ class Checker:
         """Run a check in this process, on proxies of the student's functions."""
         names = {**self.base, "__name__": "__main__"}
         names.update(remote.get(step.name, step.needs.names))
-        self._fetch_files(remote, step)
+        self.student_texts.clear()
+        for name in step.needs.files:  # answers that are files
+            text = (remote.fetch(name) or b"").decode(errors="replace")
+            self.student_texts += [text] if text.strip() else []
         shown, verdict = io.StringIO(), ("passed", "")
         self.testing = True
         try:
@@ -344,20 +340,6 @@ class Checker:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-
-    def _fetch_files(self, remote: Remote, step: Step) -> None:
-        """Put files that are answers into the folder of the test, as data."""
-        self.student_texts.clear()
-        for name in step.needs.files:
-            reply, blobs = remote.ask({"op": "file", "name": name})
-            path = Path(self.folder, os.path.basename(name))
-            if path.is_dir():
-                shutil.rmtree(path)
-            path.unlink(missing_ok=True)
-            if reply.get("exists") is True and len(blobs) == 1:
-                path.write_bytes(blobs[0])
-                if text := blobs[0].decode(errors="replace"):
-                    self.student_texts += [text] if text.strip() else []
 
     def _show_as_submitted(self, step: Step) -> None:
         """Keep the tables and plots that came along, for whoever grades the answers in words; and say so."""

@@ -13,6 +13,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -277,15 +278,18 @@ class Remote:
                 raise Gone("protocol", f"{type(error).__name__}: {error}"[:300]) from None
         for argument in args:
             if isinstance(argument, str) and _FILE_NAME.fullmatch(argument):
-                self._fetch(argument)
+                self.fetch(argument)  # the call may have written it
         return value
 
-    def _fetch(self, name: str) -> None:
-        """Bring a file here that the call may have written; it is data."""
+    def fetch(self, name: str) -> bytes | None:
+        """Bring a file of the student's process into this one's folder, as data; None if there is none."""
         reply, blobs = self.ask({"op": "file", "name": name})
-        if reply.get("exists") is True and len(blobs) == 1:
-            with open(name, "wb") as file:
-                file.write(blobs[0])
+        path = Path(Path(name).name)
+        path.unlink(missing_ok=True)
+        if reply.get("exists") is not True or len(blobs) != 1:
+            return None
+        path.write_bytes(blobs[0])
+        return bytes(blobs[0])
 
     def _take_effects(self, reply: dict, blobs: list) -> Decoder:
         """Leave behind what the call left, as a check sees it in one process; returns the decoder of the reply."""
