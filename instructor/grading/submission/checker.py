@@ -301,6 +301,7 @@ class Checker:
         names.update(remote.get(step.name, step.needs.names))
         self.student_texts.clear()
         for name in step.needs.files:  # answers that are files
+            Path(self.folder, Path(name).name).unlink(missing_ok=True)  # another question's test may have left one
             text = (remote.fetch(name) or b"").decode(errors="replace")
             self.student_texts += [text] if text.strip() else []
         shown, verdict = io.StringIO(), ("passed", "")
