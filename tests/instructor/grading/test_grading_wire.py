@@ -254,7 +254,6 @@ def test_an_error_that_derives_from_nothing_known_is_no_way_out():
         "kinds": ["builtins:KeyboardInterrupt", "builtins:BaseException", "os:system"],
         "words": "x",
         "lines": [],
-        "state": {},
         "raised_there": False,
     }
     assert isinstance(error_with_lines(said), Exception)
