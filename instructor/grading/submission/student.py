@@ -101,19 +101,15 @@ class Student:
         self.watcher.cell = message["cell"]
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
-        result = raised = None
         try:
-            result = self.shell.run_cell(message["source"], store_history=False)
+            self.shell.run_cell(message["source"], store_history=False)
         except BaseException as error:
-            raised = error
-        if raised is not None:
-            outputs.error(type(raised).__name__, words_of(raised), [type(raised).__name__])
-        ok = raised is None and getattr(result, "success", None) is True
+            outputs.error(type(error).__name__, words_of(error), [type(error).__name__])
         with contextlib.suppress(Exception):
             self._keep_descriptor_output(outputs)
         self._end_strays()
         exhausted = exhausted_resource(self.folders, self.memory)
-        return {"op": "ran", "ok": ok, "outputs": outputs.items, "exhausted": exhausted}, []
+        return {"op": "ran", "outputs": outputs.items, "exhausted": exhausted}, []
 
     def _redirect(self, outputs: Outputs) -> None:
         for name in ("stdout", "stderr"):
@@ -136,21 +132,14 @@ class Student:
             os.kill(-1, signal.SIGKILL)  # all processes of this namespace but the first one and this one
 
     def do_file(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Send the bytes of a file that is an answer."""
-        name = os.path.basename(message["name"])
-        try:
-            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError("it is no plain file")
-            data = os.read(descriptor, MAX_FILE + 1)
-            while data and len(data) <= MAX_FILE and (more := os.read(descriptor, MAX_FILE)):
-                data += more
-            os.close(descriptor)
-            if len(data) > MAX_FILE:
-                raise OSError(f"it is larger than {MAX_FILE:,} bytes")
-        except OSError as error:
-            return {"op": "file", "exists": False, "why": str(error)[:200]}, []
-        return {"op": "file", "exists": True}, [data]
+        """Send the bytes of a file that is an answer; none where it is a link or a pipe, too large, or not there."""
+        data = []
+        with contextlib.suppress(OSError):
+            descriptor = os.open(os.path.basename(message["name"]), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "rb") as file:
+                if stat.S_ISREG(os.fstat(descriptor).st_mode) and len(text := file.read(MAX_FILE + 1)) <= MAX_FILE:
+                    data = [text]
+        return {"op": "file"}, data
 
     # ---- values and calls ------------------------------------------------------------------------------------
 
