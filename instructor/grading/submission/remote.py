@@ -33,6 +33,7 @@ TOO_MANY = (
     "this call runs more than some 200,000 operators of torch, and the check looks at the size of each. Let an operator work on "
     "more numbers at once."
 )
+_MALFORMED = (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
 _FILE_NAME = re.compile(r"\w[\w-]{0,60}\.(?:json|csv|txt)")  # of a file that a check has a student's function write
 
 
@@ -73,7 +74,6 @@ class Remote:
         self.tensors: dict[int, torch.Tensor] = {}  # sent, by key
         self.versions: dict[int, int] = {}
         self.keys: dict[int, int] = {}  # the address of a tensor -> its key
-        self.last_key = 0
         self.shown = []
 
     def within(self, seconds: float) -> None:
@@ -102,7 +102,7 @@ class Remote:
             raise Gone("timeout") from None
         except Closed:
             raise Gone("killed") from None
-        except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        except _MALFORMED as error:
             raise Gone("protocol", f"{type(error).__name__}: {error}"[-1500:]) from None
 
     # ---- values ----------------------------------------------------------------------------------------------
@@ -126,10 +126,9 @@ class Remote:
         def known(tensor):
             if id(tensor) in self.keys or in_vmap:
                 return self.keys.get(id(tensor))
-            self.last_key += 1
-            self.tensors[self.last_key], self.versions[self.last_key] = tensor, tensor._version
-            self.keys[id(tensor)] = self.last_key
-            return [self.last_key]
+            key = self.keys[id(tensor)] = len(self.tensors)
+            self.tensors[key], self.versions[key] = tensor, tensor._version
+            return [key]
 
         return CheckEncoder(handle, known)
 
@@ -175,11 +174,8 @@ class Remote:
     def _values(self, message: dict) -> dict:
         reply, blobs = self.ask(message)
         decode = self.decoder(blobs)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            try:
-                return {name: decode(node) for name, node in reply["values"].items() if name in message["names"]}
-            except (WireError, KeyError, AttributeError) as error:
-                raise Gone("protocol", str(error)[:300]) from None
+        with _reading():
+            return {name: decode(node) for name, node in reply["values"].items() if name in message["names"]}
 
     def _proxy(self, fields: dict):
         """A proxy of an object of the student's; `fields` may be forged."""
@@ -262,20 +258,15 @@ class Remote:
             "kwargs": self._encode(encode, kwargs),
         }
         reply, blobs = self.ask(message, encode.blobs)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            try:
-                decode = self._take_effects(reply, blobs)
-                for watch in watches:
-                    merge_watch(watch, reply["watch"])
-                if seeing and reply["seen"] is None:
-                    raise _mark_as_students(RuntimeError(TOO_MANY))
-                for mode, text in zip(seeing, reply["seen"], strict=True):
-                    update_mode(mode, text)
-                value = self._conclude(reply, decode)
-            except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-                if getattr(error, "remote", False):
-                    raise
-                raise Gone("protocol", f"{type(error).__name__}: {error}"[:300]) from None
+        with _reading():
+            decode = self._take_effects(reply, blobs)
+            for watch in watches:
+                merge_watch(watch, reply["watch"])
+            if seeing and reply["seen"] is None:
+                raise _mark_as_students(RuntimeError(TOO_MANY))
+            for mode, text in zip(seeing, reply["seen"], strict=True):
+                update_mode(mode, text)
+            value = self._conclude(reply, decode)
         for argument in args:
             if isinstance(argument, str) and _FILE_NAME.fullmatch(argument):
                 self.fetch(argument)  # the call may have written it
@@ -327,12 +318,23 @@ class Remote:
                 value = next(target) if message["next"] is True else vmaps.mapped(target, args, kwargs, in_vmaps)
             node = self._encode(encode, value)
             reply = {"op": "value", "value": node, "updates": self._updates(encode)}
-        except StopIteration:
-            reply = {"op": "stop", "updates": self._updates(encode)}
-        except Exception as error:
+        except Exception as error:  # StopIteration among them
             kinds = [f"{k.__module__}:{k.__qualname__}" for k in type(error).__mro__]
-            reply = {"op": "raise", "error": {"kinds": kinds, "words": str(error)[:2000]}, "updates": []}
+            error_there = {"kinds": kinds, "words": str(error)[:2000]}
+            reply = {"op": "raise", "error": error_there, "updates": self._updates(encode)}
         self.channel.send(reply, encode.blobs, self.deadline)
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Read what the student's process sent, which no mode of the check sees; what is not well formed ends the question."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        try:
+            yield
+        except _MALFORMED as error:
+            if getattr(error, "remote", False):  # the student's own exception
+                raise
+            raise Gone("protocol", f"{type(error).__name__}: {error}"[-1500:]) from None
 
 
 def _indices(in_vmap: bool):
