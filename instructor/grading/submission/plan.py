@@ -109,9 +109,6 @@ def read_notebook(text: str | bytes) -> NotebookNode:
         raise Unreadable("The submitted notebook has no cells. Save it with a Jupyter that writes format 4.")
     if len(cells) > MAX_CELLS:
         raise Unreadable(f"The submitted notebook has {len(cells)} cells; at most {MAX_CELLS} are read.")
-    for cell in cells:
-        if isinstance(cell, dict):
-            _make_plain(cell)
     return notebook
 
 
@@ -120,21 +117,6 @@ def not_graded(built: Built, student: str, kind: str, why: str) -> SubmissionRes
     facts = [cell.metadata.get("nbgrader", {}) for cell in read_built(built.student).cells]
     cells = {f["grade_id"]: CellResult(0.0, float(f["points"]), "missing", why, 0.0) for f in facts if "points" in f}
     return SubmissionResult(student, built.name, cells, (Flag("", kind, why),), {}, built.student)
-
-
-def _make_plain(cell: dict) -> None:
-    """Drop from a cell what the rest of the reading cannot take."""
-    # Outputs are made again. Broken ones are the most common reason why a notebook does not validate.
-    given = cell.pop("outputs", None)
-    if cell.get("cell_type") == "code":
-        cell["outputs"] = [o for o in given if _is_output(o)][:200] if isinstance(given, list) else []
-    if not isinstance(cell.get("id", ""), str):
-        del cell["id"]
-
-
-def _is_output(output) -> bool:
-    kinds = ("stream", "display_data", "execute_result", "error")
-    return isinstance(output, dict) and output.get("output_type") in kinds
 
 
 def _grade_id(cell) -> str | None:
@@ -266,7 +248,7 @@ def _merge(submission: NotebookNode, lab: _Lab, changed: dict[str, str]) -> list
         if not isinstance(cell, dict) or cell.get("cell_type") not in ("code", "markdown", "raw"):
             continue
         grade_id = _grade_id(cell)
-        known = by_grade_id.get(grade_id) if grade_id else plain.get(cell.get("id"))
+        known = by_grade_id.get(grade_id) if grade_id else plain.get(str(cell.get("id")))
         if known is None:
             groups.setdefault(last, []).append((cell, None))
             continue
