@@ -13,7 +13,7 @@ from pathlib import Path
 from instructor.course import Course
 from instructor.grading.class_ import gradebook
 from instructor.grading.class_.gradebook import as_csv
-from instructor.grading.class_.intake import Submission, arrivals, look_through, without_submission
+from instructor.grading.class_.intake import arrivals, look_through, without_submission
 from instructor.grading.class_.roster import Person, find_people, people_of
 from instructor.grading.submission.plan import question_of, question_title
 from instructor.grading.submission.results import GradingError, SubmissionResult
@@ -81,8 +81,7 @@ def everybody(course: Course, lab: str, failed: Mapping[str, str]) -> list[Stude
     """
     people, came = people_of(course), arrivals(course.root, lab)
     why = without_submission(course.root, lab)
-    handed_in = [name for name, entry in look_through(course.root, lab).items() if isinstance(entry, Submission)]
-    known = find_people(people, {*why, *handed_in})
+    known = find_people(people, {*why, *look_through(course.root, lab)[0]})
     why |= {p.id: f"{p.name}: handed in nothing" for p in people if p not in known.values()}
     known |= {p.id: p for p in people if p.id in why}
     absent = [
@@ -102,7 +101,7 @@ def _graded(course: Course, lab: str) -> list[Student]:
 
     penalties = late.apply_penalties(course, lab)
     people, came = find_people(people_of(course), scores), arrivals(course.root, lab)
-    files = look_through(course.root, lab)
+    files = look_through(course.root, lab)[0]
     found = []
     for name, cells in scores.items():
         student = Student(name, people.get(name), penalty=penalties.get(name, 0.0))
