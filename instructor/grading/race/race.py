@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import jupytext
 import torch
 
 from instructor.grading.class_.gradebook import as_csv
@@ -284,6 +283,8 @@ def _answered(student: str, text: str) -> Entry:
 
 def model_answer(lab_source: str) -> str:
     """Return the file of Question 5.3 from the text of the lab's source."""
+    import jupytext
+
     entry = entry_of_notebook("the lab", json.dumps(jupytext.reads(lab_source, fmt="py:percent")).encode())
     if entry.source is None:
         raise Refused(entry.why)

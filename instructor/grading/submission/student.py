@@ -37,7 +37,7 @@ from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import block_mask_fields
 from instructor.grading.wire.channel import Channel, Closed, WireError
 from instructor.grading.wire.pickles import StudentDecoder
-from instructor.grading.wire.signatures import Proxy, StepIterator, parameters_of
+from instructor.grading.wire.signatures import Proxy, parameters_of
 from instructor.grading.wire.values import Encoder, tensor_bytes
 from utils.checking import is_answered
 from utils.checking.watching import watch_operations
@@ -281,7 +281,13 @@ class Student:
             return vmaps.across(lambda *plain: self._callback(number, *plain, step), args, kwargs)
 
         if fields["kind"] == "iterator":
-            self.stubs[number] = StepIterator(lambda: ask((), {}, True))
+
+            def items():
+                with contextlib.suppress(StopIteration):
+                    while True:
+                        yield ask((), {}, True)
+
+            self.stubs[number] = items()
         else:
             self.stubs[number] = Proxy(ask, fields.get("name") or "function", fields.get("parameters"))
         return self.stubs[number]

@@ -337,6 +337,26 @@ def test_views_of_the_checks_tensors_stay_views(across):
     assert copy(x).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
 
+def test_the_items_of_a_checks_iterator_come_one_after_the_other(across):
+    taken = []
+
+    def arriving():
+        for number in range(3):
+            taken.append(torch.full((2,), float(number)))
+            yield taken[-1]
+            taken[-1].fill_(-1.0)
+
+    keep, seen, _ = across(
+        keep=lambda items: (next(items).clone(), [float(item[0]) for item in items], list(items)),
+        seen=lambda items: list(items),
+    )
+    first, others, rest = keep(arriving())
+    assert first.tolist() == [0, 0] and others == [1, 2] and rest == [] and len(taken) == 3
+    assert [item.tolist() for item in seen(arriving())] == [
+        [-1, -1]
+    ] * 3  # as in one process: they are the check's tensors
+
+
 def test_a_check_may_replace_an_earlier_answer(across):
     space = {}
     exec("def first(x):\n    return x + 1\n\ndef second(x):\n    return 2 * first(x)", space)
