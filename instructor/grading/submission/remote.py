@@ -314,7 +314,7 @@ class Remote:
         encode = self.encoder(bool(in_vmaps))
         try:
             # What the check's own functions do is not the student's: no mode of the check sees it.
-            with vmaps.leave_levels(), _disable_current_modes(), _indices(bool(in_vmaps)):
+            with _disable_current_modes(), _indices(bool(in_vmaps)):
                 value = next(target) if message["next"] is True else vmaps.mapped(target, args, kwargs, in_vmaps)
             node = self._encode(encode, value)
             reply = {"op": "value", "value": node, "updates": self._updates(encode)}

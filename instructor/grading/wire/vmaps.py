@@ -8,28 +8,18 @@ fails there as it fails here.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C import _functorch
-from torch._functorch.pyfunctorch import VmapInterpreter, temporarily_clear_interpreter_stack
+from torch._functorch.pyfunctorch import VmapInterpreter
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as leave_levels
 from torch.utils._pytree import tree_map_only
 
 from instructor.grading.wire.channel import WireError
 
 MAX_LEVELS = 16
 Vmaps = Sequence  # [[a dimension or None for each argument, randomness], ...] of each vmap, the outermost first
-
-
-@contextlib.contextmanager
-def leave_levels() -> Iterator[None]:
-    """Leave all vmaps for the time of a `with` block."""
-    if _functorch.peek_interpreter_stack() is None:
-        yield
-        return
-    with temporarily_clear_interpreter_stack():
-        yield
 
 
 def across(call: Callable, args: tuple, kwargs: dict):
