@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import json
 import sys
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,26 +71,16 @@ def no_modes():
                 torch._C._push_on_torch_function_stack(taken.pop())
 
 
-@contextlib.contextmanager
-def uncompiled_flex():
+def uncompiled_flex() -> contextlib.AbstractContextManager:
     """Have eager FlexAttention call masks and score modifiers for the time of a `with` block.
 
     Otherwise it compiles them, and proxies of the checker's functions have nothing to compile.
     """
-    module = sys.modules.get("torch.nn.attention.flex_attention")
-    name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-    if module is None or not hasattr(module, name):
-        yield
-        return
-    before = getattr(module, name)
-    setattr(module, name, True)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+    module, name = sys.modules.get("torch.nn.attention.flex_attention"), "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    return mock.patch.object(module, name, True) if hasattr(module, name) else contextlib.nullcontext()
 
 
-# ---- what ran: in the student's process -----
+# ---- what ran: in the student's process ------------------------------------------------------------------------
 
 
 def describe_watch(watch) -> dict:
@@ -109,7 +100,7 @@ def describe_mode(mode: object) -> str:
     return json.dumps(_attributes(mode))
 
 
-# ---- in the checker's process ------------------------------------------------------------------------------------
+# ---- what ran: in the checker's process ------------------------------------------------------------------------------------
 
 
 def merge_watch(watch, fields: dict) -> None:
