@@ -17,7 +17,7 @@ app = typer.Typer()
 @errors_as_text
 def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     """Write how many got what of each question, the commonest mistakes, and a picture of both."""
-    from instructor.grading.class_.report import WORDS, as_csv, class_of, draw_class, statistics_rows
+    from instructor.grading.class_.report import WORDS, as_csv, class_of, class_picture, statistics_rows
     from instructor.points import counted, number_text
     from utils.files import write_whole
 
@@ -25,7 +25,7 @@ def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     students, folder = class_of(course, name), course.root / "grading" / name
     rows = statistics_rows(students)
     write_whole(folder / "statistics.csv", as_csv(rows))
-    draw_class(students, name, folder / "class.svg")
+    write_whole(folder / "class.svg", class_picture(students, name))
     for row in rows:
         mean = number_text(row["mean"]) if row["mean"] != "" else "-"
         states = ", ".join(f"{words} {row[state]}" for state, words in WORDS.items() if row[state])

@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from instructor.build import Built
@@ -140,67 +140,47 @@ def _expect_workers(client, scheduler: str, built: Built, gpu: bool) -> None:
     began = time.monotonic()
     while not (workers := _suitable_workers(client, gpu)):
         if time.monotonic() - began > ARRIVE:
-            without_gpu = len(_suitable_workers(client, False))
-            if gpu and without_gpu:
-                raise GradingError(
-                    f"--gpu needs workers with the resource GPU, and none of the {without_gpu} at {scheduler} has it: "
-                    f"start one for each GPU with `dask worker {scheduler} --nworkers 1 --nthreads 1 --resources GPU=1`."
-                )
+            others = len(_suitable_workers(client, False)) if gpu else 0
+            lack = f"none of the {others} workers at {scheduler} has the resource GPU" if others else ""
             raise GradingError(
-                f"the scheduler at {scheduler} has no workers: start some with `dask worker {scheduler} --nworkers 4 "
-                "--nthreads 1`, or wait until they are there."
+                f"{lack or f'the scheduler at {scheduler} has no workers'}: start some with `dask worker {scheduler} --nworkers "
+                f"{'1' if gpu else '4'} --nthreads 1{' --resources GPU=1`, one for each GPU' if gpu else '`'}."
             )
         time.sleep(0.1)
-    threads = {name: worker["nthreads"] for name, worker in workers.items() if worker["nthreads"] != 1}
-    if threads:
-        name, count = next(iter(threads.items()))
-        raise GradingError(
-            f"the worker {name} has {count} threads; each may have one, as it keeps one warm process: start workers "
-            "with --nthreads 1, and more of them with --nworkers."
-        )
     own = fingerprint(built)
     for name, answer in client.run(fingerprint, built, workers=list(workers), on_error="return").items():
-        if isinstance(answer, Exception):
-            raise GradingError(
-                f"the worker {name} cannot grade ({type(answer).__name__}: {answer}): workers need this folder at "
-                "the same path, and the same environment."
-            )
-        if answer != own:
-            raise GradingError(
-                f"the worker {name} has another version of the course than this machine: bring its folder up to date "
-                "and start it again."
-            )
+        if (threads := workers[name]["nthreads"]) != 1:
+            why = f"has {threads} threads, and keeps one warm process: start workers with --nthreads 1, more by --nworkers"
+        elif isinstance(answer, Exception):
+            why = f"cannot grade ({type(answer).__name__}: {answer}): it needs this folder at the same path, and this environment"
+        elif answer != own:
+            why = "has another version of the course than this machine: bring its folder up to date, and start it again"
+        else:
+            continue
+        raise GradingError(f"the worker {name} {why}.")
 
 
 def _in_order_of_end(client, futures: Iterable, gpu: bool) -> Iterator:
     """Yield futures as they end; `GradingError` if there was no suitable worker for `ABSENT` seconds."""
     from queue import Empty, SimpleQueue
 
+    kept = "What was graded is in the gradebook: start it, and run the same command again to go on."
     ended: SimpleQueue = SimpleQueue()
     for future in futures:
         future.add_done_callback(ended.put)
     last_seen = time.monotonic()
     for _ in futures:
-        while True:
-            try:
+        future = None
+        while future is None:
+            with suppress(Empty):
                 future = ended.get(timeout=min(5.0, ABSENT))
-            except Empty:
-                if _suitable_workers(client, gpu):
-                    last_seen = time.monotonic()
-                elif time.monotonic() - last_seen > ABSENT:
-                    raise GradingError(
-                        f"no worker is left since {ABSENT:.0f} s. What was graded is in the gradebook: start workers "
-                        "and run the same command again to go on."
-                    ) from None
-                continue
-            if future.cancelled():  # Dask cancels futures when a connection is lost, and nothing else does
-                raise GradingError(
-                    "the connection to the scheduler is lost. What was graded is in the gradebook: start it again, "
-                    "and run the same command again to go on."
-                )
-            yield future
-            last_seen = time.monotonic()
-            break
+            if future is not None or _suitable_workers(client, gpu):
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > ABSENT:
+                raise GradingError(f"there is no worker since {ABSENT:.0f} s. {kept}")
+        if future.cancelled():  # Dask cancels futures when a connection is lost, and nothing else does
+            raise GradingError(f"the connection to the scheduler is lost. {kept}")
+        yield future
 
 
 # ---- a class -----------------------------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ def _choose(file: zipfile.ZipFile, own: list, lab: str, zone: tzinfo) -> tuple[A
 
 def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Submission]:
     """The submissions for a lab below `submitted/`, by student; one under another name counts if it is the only one."""
-    found = [entry for entry in look_through(root, lab).values() if isinstance(entry, Submission)]
+    found = list(look_through(root, lab)[0].values())
     folder = root / "submitted"
     if only:
         known = [s.student for s in found]
@@ -269,9 +269,10 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
     return found
 
 
-def look_through(root: Path, lab: str) -> dict[str, Submission | str]:
-    """{student: the submission, or why there is none} of those who have a folder for a lab."""
-    found: dict[str, Submission | str] = {}
+def look_through(root: Path, lab: str) -> tuple[dict[str, Submission], dict[str, str]]:
+    """{student: the submission} and {student: why there is none} of those who have a folder for a lab."""
+    found: dict[str, Submission] = {}
+    why: dict[str, str] = {}
     folder = root / "submitted"
     for place in sorted(folder.iterdir()) if folder.is_dir() else []:
         own, path = place / lab, place / lab / f"{lab}.ipynb"
@@ -279,17 +280,17 @@ def look_through(root: Path, lab: str) -> dict[str, Submission | str]:
             continue
         others = sorted(other for other in own.glob("*.ipynb") if other.is_file())
         if reason := _why_unusable(place.name):
-            found[place.name.encode(errors="replace").decode()] = reason
+            why[place.name.encode(errors="replace").decode()] = reason
         elif path.is_symlink():
-            found[place.name] = f"{lab}.ipynb is a symbolic link"
+            why[place.name] = f"{lab}.ipynb is a symbolic link"
         elif path.is_file():
             found[place.name] = Submission(place.name, path)
         elif len(others) == 1 and not others[0].is_symlink():
             found[place.name] = Submission(place.name, others[0], f"the file was called {others[0].name}")
         else:
             what = f"{len(others)} notebooks, and none is {lab}.ipynb" if others else f"no {lab}.ipynb"
-            found[place.name] = f"the folder has {what}"
-    return found
+            why[place.name] = f"the folder has {what}"
+    return found, why
 
 
 def meant(unknown: list[str], known: list[str]) -> str:
@@ -314,7 +315,5 @@ def _why_unusable(folder: str) -> str:
 
 def without_submission(root: Path, lab: str) -> dict[str, str]:
     """{student: why there is nothing to grade} of those who have a folder, or were in a zip, and no usable notebook."""
-    found = look_through(root, lab)
-    why = {student: entry for student, entry in found.items() if isinstance(entry, str)}
-    came = {student: arrival.note for student, arrival in arrivals(root, lab).items() if not arrival.file}
-    return why | {student: note for student, note in came.items() if not isinstance(found.get(student), Submission)}
+    found, why = look_through(root, lab)
+    return why | {s: arrival.note for s, arrival in arrivals(root, lab).items() if not arrival.file and s not in found}

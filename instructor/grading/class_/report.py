@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import html
 import re
 import statistics
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from instructor.course import Course
 from instructor.grading.class_ import gradebook
 from instructor.grading.class_.gradebook import as_csv
-from instructor.grading.class_.intake import Submission, arrivals, look_through, without_submission
+from instructor.grading.class_.intake import arrivals, look_through, without_submission
 from instructor.grading.class_.roster import Person, find_people, people_of
 from instructor.grading.submission.plan import question_of, question_title
 from instructor.grading.submission.results import GradingError, SubmissionResult
@@ -80,8 +81,7 @@ def everybody(course: Course, lab: str, failed: Mapping[str, str]) -> list[Stude
     """
     people, came = people_of(course), arrivals(course.root, lab)
     why = without_submission(course.root, lab)
-    handed_in = [name for name, entry in look_through(course.root, lab).items() if isinstance(entry, Submission)]
-    known = find_people(people, {*why, *handed_in})
+    known = find_people(people, {*why, *look_through(course.root, lab)[0]})
     why |= {p.id: f"{p.name}: handed in nothing" for p in people if p not in known.values()}
     known |= {p.id: p for p in people if p.id in why}
     absent = [
@@ -101,7 +101,7 @@ def _graded(course: Course, lab: str) -> list[Student]:
 
     penalties = late.apply_penalties(course, lab)
     people, came = find_people(people_of(course), scores), arrivals(course.root, lab)
-    files = look_through(course.root, lab)
+    files = look_through(course.root, lab)[0]
     found = []
     for name, cells in scores.items():
         student = Student(name, people.get(name), penalty=penalties.get(name, 0.0))
@@ -233,39 +233,45 @@ def write_summary(course: Course, lab: str, students: list[Student]) -> Path:
 
 # ---- a picture ---------------------------------------------------------------------------------------------------
 
+_BARS, _ROW, _TOP = 500, 20, 40  # pixels: the bar of the whole class, a question's row, what stands above the rows
 
-def draw_class(students: list[Student], lab: str, path: Path) -> None:
-    """Draw for each question how many students got what, and beside it the points of the class."""
-    import matplotlib.pyplot as plt
 
-    rows = statistics_rows(students)
-    totals = [student.total(False) - student.penalty for student in students]
-    most = sum(row["of"] for row in rows if not row["question"].startswith("Bonus"))
-    with plt.rc_context({"font.size": 9, "svg.fonttype": "none", "font.family": "DejaVu Sans"}):
-        figure, (left, right) = plt.subplots(
-            1, 2, figsize=(11, 1.4 + 0.28 * len(rows)), width_ratios=(3, 1.3), layout="constrained"
-        )
-        names, begins = [row["question"].removeprefix("Question ") for row in rows], [0] * len(rows)
+def class_picture(students: list[Student], lab: str) -> str:
+    """An SVG: for each question how many students got what, and beside it how many students have how many points.
+
+    It is written by hand: to load a library for plots would take as long as everything else that `labs stats` does.
+    """
+    rows, count = statistics_rows(students), len(students)
+    bottom, parts = _TOP + _ROW * len(rows), []
+
+    def text(x: float, y: float, words: str, anchor: str = "start") -> None:
+        parts.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{html.escape(words)}</text>')
+
+    def box(x: float, y: float, width: float, height: float, color: str) -> None:
+        parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{color}" stroke="white"/>')
+
+    text(70, 24, f"{lab}: who got what, of {counted(count, 'student')}")
+    for y, row in zip(range(_TOP, bottom, _ROW), rows, strict=True):
+        text(64, y + 14, row["question"].removeprefix("Question "), "end")
+        x = 70.0
         for state, color in FILLS.items():
-            counts = [row[state] for row in rows]
-            left.barh(names, counts, left=begins, color=color, label=WORDS[state], edgecolor="white")
-            begins = [begin + count for begin, count in zip(begins, counts, strict=True)]
-        left.set(xlim=(0, len(students)), xlabel=f"students, {len(students)} in all", ylabel="question")
-        left.xaxis.get_major_locator().set_params(integer=True)
-        left.set_title(f"{lab}: who got what", loc="left")
-        left.invert_yaxis()
-        figure.legend(
-            *left.get_legend_handles_labels(), ncols=5, loc="outside lower left", frameon=False, handlelength=1
-        )
-        right.hist(totals, bins=[most * n / 10 for n in range(11)] if most else 10, color="#4f7fae", edgecolor="white")
-        middle = statistics.median(totals)
-        right.axvline(middle, color="#333333", linewidth=1)
-        right.set_title(f"median {middle:g}")
-        waits = ";\nwhat waits counts 0" if any(student.waiting for student in students) else ""
-        right.set(xlabel=f"points of {most:g}, without bonus{waits}", ylabel="students")
-        right.yaxis.get_major_locator().set_params(integer=True)
-        for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
+            box(x, y, _BARS * row[state] / count, _ROW - 2, color)
+            x += _BARS * row[state] / count
+    for x, (state, color) in zip(range(70, 70 + _BARS, _BARS // len(FILLS)), FILLS.items(), strict=True):
+        box(x, bottom + 16, 12, 12, color)
+        text(x + 16, bottom + 26, WORDS[state])
+    totals = [student.total(False) - student.penalty for student in students]
+    most = max(student.possible(False) for student in students) or 1.0
+    bins = collections.Counter(min(9, max(0, int(10 * total / most))) for total in totals)
+    left, middle, height = 70 + _BARS + 60, statistics.median(totals), bottom - _TOP
+    for place, number in bins.items():
+        tall = height * number / max(bins.values())
+        box(left + 24 * place, bottom - tall, 24, tall, "#4f7fae")
+        text(left + 24 * place + 12, bottom - tall - 4, str(number), "middle")
+    parts.append(f'<path d="M{left + 240 * middle / most:g} {_TOP}V{bottom}" stroke="#333333"/>')
+    waits = "; what waits counts 0" if any(student.waiting for student in students) else ""
+    text(left, 14, f"students by points, median {middle:g}{waits}")
+    text(left, bottom + 14, "0", "middle")
+    text(left + 240, bottom + 14, f"{most:g} without bonus", "middle")
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="960" height="{bottom + 40}" font-family="sans-serif" font-size="12">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"])

@@ -1,7 +1,7 @@
 """The track: a process that runs compiled kernels between two events, on inputs of its own, and hands out rows of outputs.
 
 No Python of a student's runs here; a kernel comes as machine code. The process is one of its own because a kernel that
-fails takes its CUDA context with it. The judge speaks to it in lines of JSON.
+fails takes its CUDA context with it. The judge speaks to it by a channel.
 
 Each timed call is made in this order, all of it queued on one stream: fresh inputs; NaN in the output, so that what is not
 written shows; L2 lines that were kept on purpose are released; the L2 is overwritten (cold) or the inputs are read (warm);
@@ -14,22 +14,20 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import select
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 from instructor.grading.race.compiling import Kernel, race_launch, signature
 from instructor.grading.race.problem import Shape, draw_inputs, rows_to_read
 from instructor.grading.sandbox.walls import die_with_parent
+from instructor.grading.wire.channel import Channel, Closed, TooLate
 from utils.checking.gluon_launches import overlap_launch
 from utils.checking.kernel_exercises import Launch, descriptor, load_kernels
 from utils.files import ROOT
@@ -91,17 +89,18 @@ class Track:
     """
 
     def __init__(self, simulator: bool = False) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="track-")
+        ours, theirs = socket.socketpair()
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "instructor.grading.race.track", *(["--simulator"] if simulator else [])],
-            cwd=self.folder.name,
+            [sys.executable, "-m", __name__, str(theirs.fileno()), *(["--simulator"] if simulator else [])],
+            pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._unread = b""
+        theirs.close()
+        self.channel = Channel(ours)
 
     def load(self, name: str, kernel: Kernel | str) -> None:
         """Give the track a kernel: machine code, or the text of a file for the simulator.
@@ -112,10 +111,9 @@ class Track:
         if isinstance(kernel, str):
             self._ask({"load": name, "source": kernel}, 60.0)
             return
-        path = Path(self.folder.name, f"{name}.cubin")
-        path.write_bytes(kernel.cubin)
-        facts = {**asdict(kernel), "cubin": str(path)}
-        self._ask({"load": name, **facts, "kernel_name": kernel.name}, 120.0)
+        facts = asdict(kernel)
+        cubin = facts.pop("cubin")
+        self._ask({"load": name, **facts}, 120.0, [cubin])
 
     def forget(self, name: str) -> None:
         """Unload a kernel."""
@@ -127,46 +125,29 @@ class Track:
         Raises:
             TrackError: the kernel failed, or did not end in time.
         """
-        path = Path(self.folder.name, "rows.npy")
-        reply = self._ask({"call": asdict(call), "rows": str(path)}, seconds)
-        rows = torch.from_numpy(np.load(path, allow_pickle=False)).double()
-        return Seen(**reply, rows=rows)
+        reply, (rows,) = self._ask({"call": asdict(call)}, seconds)
+        return Seen(**reply, rows=torch.frombuffer(rows, dtype=torch.float32).view(-1, call.shape.head_dim).double())
 
-    def _ask(self, message: dict, seconds: float) -> dict:
-        assert self.process.stdin is not None
+    def _ask(self, message: dict, seconds: float, blobs: list | None = None) -> tuple[dict, list]:
+        deadline = time.monotonic() + seconds
         try:
-            self.process.stdin.write(json.dumps(message).encode() + b"\n")
-            self.process.stdin.flush()
-            reply = json.loads(self._line(seconds))
-        except OSError:
+            self.channel.send(message, blobs, deadline)
+            reply, data = self.channel.receive(deadline)
+        except TooLate:
+            raise TrackError(
+                f"the kernel did not end within {seconds:.0f} s: does something wait for itself?"
+            ) from None
+        except Closed:
             raise TrackError("the process that ran the kernel has ended.") from None
         if "error" in reply:
             raise TrackError(reply["error"])
-        return reply
-
-    def _line(self, seconds: float) -> bytes:
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._unread:
-            if not select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TrackError(f"the kernel did not end within {seconds:.0f} s: does something wait for itself?")
-            read = os.read(self.process.stdout.fileno(), 65536)
-            if not read:
-                raise TrackError("the process that ran the kernel has ended.")
-            self._unread += read
-        line, self._unread = self._unread.split(b"\n", 1)
-        return line
+        return reply, data
 
     def close(self) -> None:
         """End the process."""
-        with suppress(OSError):
-            self.process.kill()
+        self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
-        self.folder.cleanup()
+        self.channel.close()
 
 
 # ---- the process that runs kernels -------------------------------------------------------------------------------------
@@ -188,9 +169,8 @@ class Gpu:
         torch.cuda._sleep(1000)
         torch.cuda.synchronize()
 
-    def load(self, message: dict) -> None:
+    def load(self, message: dict, blobs: list) -> None:
         """Load a kernel's machine code."""
-        cubin, name = Path(message["cubin"]).read_bytes(), message["kernel_name"]
         metadata = SimpleNamespace(
             num_warps=message["num_warps"],
             num_ctas=1,
@@ -204,7 +184,9 @@ class Gpu:
             launch_cooperative_grid=False,
             launch_pdl=False,
         )
-        module, function, *_ = self.driver.active.utils.load_binary(name, cubin, message["shared"], self.device.index)
+        module, function, *_ = self.driver.active.utils.load_binary(
+            message["name"], bytes(blobs[0]), message["shared"], self.device.index
+        )
         self.kernels[message["load"]] = (module, function, metadata)
         self.launchers = {key: made for key, made in self.launchers.items() if key[0] != message["load"]}
 
@@ -266,7 +248,7 @@ class Simulator:
         self.sources: dict[str, str] = {}
         self.kernels = self.sources
 
-    def load(self, message: dict) -> None:
+    def load(self, message: dict, blobs: list) -> None:
         """Keep a file's text."""
         self.sources[message["load"]] = message["source"]
 
@@ -278,48 +260,48 @@ class Simulator:
         shape = call.shape
         q, k, v = draw_inputs(shape, call.seed, "cpu")
         launch, _ = overlap_launch(q[0], k[0], v[0], q[0], stages=shape.stages, block_n=shape.block)
-        launch.outputs = ("o_desc", "q_desc", "k_desc", "v_desc")  # the inputs, too, as they are afterwards
-        module = load_kernels(self.sources[call.kernel], launch)
+        kernel = getattr(load_kernels(self.sources[call.kernel], launch), launch.kernel)
+        used = {
+            "q_desc": q.clone(),
+            "k_desc": k.clone(),
+            "v_desc": v.clone(),
+            "o_desc": torch.full_like(q, float("nan")),
+        }
+        values = [descriptor(used[name], a.block) if name in used else a for name, a in launch.args.items()]
         try:
             with simulate() as run:
-                out, *after = launch.run(module, "cpu").values()
+                kernel[launch.grid](*values, num_warps=launch.num_warps)
         except SimulationError as error:
             raise RuntimeError(f"the simulator stopped it: {error}") from None
         heads, rows = rows_to_read(shape, call.seed, call.lot)
+        *after, out = used.values()
         changed = any(not torch.equal(a, b) for a, b in zip(after, (q, k, v), strict=True))
         cycles = float(sum(run.cycles))
         seen = {"ms": cycles, "ahead": True, "late": False, "inputs_changed": changed}
         return seen, out[0, heads, rows].float()
 
 
-def _serve(machine: Gpu | Simulator, requests, replies) -> None:
-    """Answer the judge's lines until there are none."""
-    for line in requests:
-        message = json.loads(line)
+def _serve(machine: Gpu | Simulator, channel: Channel) -> None:
+    """Answer the judge until it closes the channel."""
+    while True:
+        message, blobs = channel.receive()
+        reply: dict = {}
+        rows = []
         try:
             if "load" in message:
-                machine.load(message)
-                reply: dict = {}
+                machine.load(message, blobs)
             elif "forget" in message:
                 machine.kernels.pop(message["forget"], None)
-                reply = {}
             else:
-                fields = dict(message["call"])
-                reply, rows = machine.run(Call(**{**fields, "shape": Shape(**fields["shape"])}))
-                np.save(message["rows"], rows.numpy())
+                fields = message["call"]
+                reply, written = machine.run(Call(**{**fields, "shape": Shape(**fields["shape"])}))
+                rows = [written.numpy().tobytes()]
         except BaseException as error:
             reply = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-
-
-def _main() -> None:
-    die_with_parent()
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print does not get between the answers
-    machine = Simulator() if "--simulator" in sys.argv else Gpu()
-    _serve(machine, sys.stdin, replies)
+        channel.send(reply, rows)
 
 
 if __name__ == "__main__":
-    _main()
+    die_with_parent()
+    with suppress(Closed):
+        _serve(Simulator() if "--simulator" in sys.argv else Gpu(), Channel(socket.socket(fileno=int(sys.argv[1]))))

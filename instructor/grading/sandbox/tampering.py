@@ -1,9 +1,8 @@
-"""Signs of tampering in a student's process: what its code tried, by Python's audit events, and hooks that it left in IPython.
+"""Signs of tampering in a student's process: what its code tried, by Python's audit events.
 
-Signs protect nothing; the walls and the distance to the checker do that. By the signs a person learns of an attempt. So
-only what a student's own line does counts, and not what a library does. Most signs are notes: an honest notebook may
-look at a frame or ask for an address. The kinds in `SERIOUS` are attempts at the channel, at the memory of the process
-and at the walls; an answer that made one waits for a person.
+Signs protect nothing; the walls and the distance to the checker do that. By the signs a person learns of an attempt at the
+channel, at the memory of the process or at the walls, and an answer that made one waits for that person. Only what a
+student's own line does counts, and not what a library does.
 
 A sign names the cell that ran, or was tested, at the time.
 """
@@ -20,17 +19,11 @@ from typing import NamedTuple
 
 from utils.checking.authors import is_students
 
-SERIOUS = ("protocol", "memory", "walls")
+KINDS = ("protocol", "memory", "walls")
 _STDLIB = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
-_FRAMES = ("sys._getframe", "sys._current_frames", "gc.get_objects", "gc.get_referrers", "gc.get_referents")
-_TRACES = ("sys.settrace", "sys.setprofile", "sys.addaudithook", "sys.monitoring.register_callback")
 _MEMORY = ("string_at", "wstring_at", "cdata", "cdata/buffer", "addressof", "PyObj_FromPtr", "call_function")
-_KINDS = {
-    **dict.fromkeys((*_FRAMES, *_TRACES), "inspects frames or objects"),
-    **dict.fromkeys((f"ctypes.{name}" for name in _MEMORY), "memory"),
-}
+_EVENTS = frozenset({"open", "import", "fcntl.fcntl", *(f"ctypes.{name}" for name in _MEMORY)})
 _SECRET = ("instructor/", "gradebook", "/proc/1/", "/proc/self/environ", "/etc/shadow", "submitted/")
-_HOOKS = ("showtraceback", "_showtraceback", "run_cell", "run_code", "run_ast_nodes", "displayhook")
 _MOST = 50  # signs of one process: they fit into their pipe, which is read when the process has ended
 
 
@@ -38,7 +31,7 @@ class Sign(NamedTuple):
     """Something that looks like tampering."""
 
     cell: str  # the one that ran, or was tested, at the time
-    kind: str
+    kind: str  # one of KINDS
     detail: str
 
 
@@ -48,21 +41,12 @@ class Watcher:
     Args:
         descriptor: the end of the pipe.
         channel: the descriptor of the channel to the checker.
-        shell: the IPython shell in which cells run.
     """
 
-    def __init__(self, descriptor: int, channel: int, shell):
-        self.descriptor, self.channel, self.shell = descriptor, channel, shell
+    def __init__(self, descriptor: int, channel: int):
+        self.descriptor, self.channel = descriptor, channel
         self.cell, self.busy = "", False
         self.reported: set[Sign] = set()
-        self.hooks = {name: getattr(shell, name) for name in _HOOKS}
-        self.lists = [shell.ast_transformers, shell.input_transformers_post, shell.input_transformers_cleanup]
-        self.lists += list(shell.events.callbacks.values())
-        self.kept = [list(known) for known in self.lists]
-
-    def begin(self, cell: str) -> None:
-        """Note which cell runs, or is tested, from now on."""
-        self.cell = cell
 
     def sign(self, kind: str, detail: str) -> None:
         """Report a sign, once."""
@@ -72,27 +56,13 @@ class Watcher:
             with contextlib.suppress(OSError):  # the student closed it
                 os.write(self.descriptor, json.dumps(sign._asdict()).encode() + b"\n")
 
-    def scan(self) -> None:
-        """Take out what a cell hooked into IPython: it would run with each later cell, and with those of other questions."""
-        for name, old in self.hooks.items():
-            if getattr(self.shell, name, None) != old:
-                self.sign("hooks", f"IPython's {name} was replaced")
-                setattr(self.shell, name, old)
-        for known, kept in zip(self.lists, self.kept, strict=True):
-            if any(not any(new is old for old in kept) and _by_student(new) for new in known):
-                self.sign("hooks", "IPython would call a function of the student's at each cell")
-                known[:] = kept
-
     def hook(self, event: str, args: tuple) -> None:
         """Note an audit event; Python cannot remove a hook for them."""
         if self.busy or event not in _EVENTS:
             return
         self.busy = True
         try:
-            caller = sys._getframe(1)
-            # Logging and warnings look at frames on their own account.
-            code = caller.f_code if event in (*_FRAMES, *_TRACES) else _beyond_library(caller)
-            if is_students(code) and (found := self._kind(event, args)):
+            if is_students(_beyond_library(sys._getframe(1))) and (found := self._kind(event, args)):
                 self.sign(*found)
         except Exception:  # a sign that cannot be read is none; the student's call goes on
             pass
@@ -108,10 +78,7 @@ class Watcher:
         if event == "import":
             name = str(args[0])
             return ("walls", f"import {name}") if name.partition(".")[0] == "instructor" else None
-        return _KINDS[event], event
-
-
-_EVENTS = frozenset({"open", "import", "fcntl.fcntl", *_KINDS})
+        return "memory", event
 
 
 def _opened(args: tuple) -> tuple[str, str] | None:
@@ -134,9 +101,3 @@ def _beyond_library(frame) -> types.CodeType:
     ):
         frame = frame.f_back
     return frame.f_code
-
-
-def _by_student(value) -> bool:
-    """True for a function of a student's, or an object of a class of theirs."""
-    code = getattr(getattr(value, "__func__", value), "__code__", None)
-    return is_students(code) if code is not None else type(value).__module__ == "__main__"

@@ -246,44 +246,28 @@ def first_to_go() -> None:
 
 # ---- seccomp -----------------------------------------------------------------------------------------------------
 
-_NUMBERS = {  # x86_64, aarch64
-    "pivot_root": (155, 41),
-    "capset": (126, 91),
-    "ptrace": (101, 117),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "bpf": (321, 280),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "kexec_load": (246, 104),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "reboot": (169, 142),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "swapon": (167, 224),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "mount_setattr": (442, 442),
-    "io_uring_setup": (425, 425),
-    "socket": (41, 198),
-    "clone": (56, 220),
-    "clone3": (435, 435),
-    "memfd_create": (319, 279),  # memory that no limit of a process counts
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
+# {name: (number on x86_64, on aarch64)}
+# fmt: off
+_NUMBERS = {
+    # needed here, or filtered by their arguments
+    "pivot_root": (155, 41), "capset": (126, 91), "socket": (41, 198), "clone": (56, 220), "clone3": (435, 435),
+    # mounts and namespaces
+    "mount": (165, 40), "umount2": (166, 39), "unshare": (272, 97), "setns": (308, 268),
+    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "mount_setattr": (442, 442),
+    # other processes and their memory
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438),
+    # the kernel
+    "bpf": (321, 280), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+    "kexec_load": (246, 104), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "reboot": (169, 142),
+    "swapon": (167, 224), "io_uring_setup": (425, 425),
+    # memory that no limit of a process counts
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
 }
-_NOT_REFUSED = ("pivot_root", "capset", "socket", "clone", "clone3")  # needed here, or filtered by their arguments
+# fmt: on
+_NOT_REFUSED = ("pivot_root", "capset", "socket", "clone", "clone3")
 _NEW_NAMESPACES = _NEWNS | _NEWUTS | _NEWIPC | _NEWUSER | _NEWPID | _NEWNET | 1 << 25  # 25: CLONE_NEWCGROUP
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 

@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -38,9 +37,8 @@ from instructor.grading.submission.plan import (
     question_of,
     question_title,
 )
-from instructor.grading.submission.records import Job
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
-from instructor.grading.submission.results import CellResult, SubmissionResult
+from instructor.grading.submission.results import CellResult, Job, SubmissionResult
 from instructor.grading.wire.channel import Channel
 
 MAX_RESTARTS = 12
@@ -75,10 +73,7 @@ class Checker:
 
     def __init__(self, job: Job, base: dict, start: Callable[..., StudentProcess]):
         self.job, self.base, self.start = job, base, start
-        # isinstance() would ask the value, and some of the course's are loaded when they are asked.
-        self.errors = {n: v for n, v in base.items() if issubclass(type(v), type) and issubclass(v, Exception)}
         self.ends = time.monotonic() + job.total
-        self.flags = Flags()
         self.walls: dict[str, str] = {}
         self.cells: dict[str, CellResult] = {}
         self.shown: dict[str, int] = {}  # cell -> characters of what it shows
@@ -102,6 +97,7 @@ class Checker:
             why = f"The submitted notebook takes more than {READ_SECONDS} s to be read."
             why = str(error) if isinstance(error, Unreadable) else why
             return not_graded(job.built, job.student, "unreadable", why)
+        self.flags = Flags(plan.steps)
         for name, how in plan.changed.items():
             self.flags.add(question_of(name), "structure", how)
         # In the warm process's folder, which is removed whatever becomes of this process.
@@ -117,7 +113,6 @@ class Checker:
                 if step.by_hand:
                     self._wait_for_person(step)
             self._stop_student()
-        self.flags.add_signs(plan.steps)
         for step in plan.steps:
             self._let_serious_wait(step)
         return self._result(plan, began)
@@ -140,8 +135,11 @@ class Checker:
         return max(0.0, min(self.job.timeout, self.ends - time.monotonic()))
 
     @property
-    def _out_of_time(self) -> bool:
-        return time.monotonic() >= self.ends
+    def _stopped(self) -> tuple[str, str]:
+        """(status, reason) if nothing more of this submission runs; else ("", "")."""
+        if time.monotonic() >= self.ends:
+            return "timeout", f"the submission has used the {self.job.total:.0f} s that it may take in all"
+        return ("killed", "too many cells before it hung or died") if self.remote is None else ("", "")
 
     # ---- the student's process -------------------------------------------------------------------------------
 
@@ -149,7 +147,7 @@ class Checker:
         """Start a student's process in which no cell has run."""
         self.process = self.start()
         self.walls = self.process.walls
-        self.remote = Remote(self.process.channel, self.errors)
+        self.remote = Remote(self.process.channel)
 
     def _stop_student(self) -> None:
         if self.process is not None:
@@ -167,7 +165,7 @@ class Checker:
         while True:
             self.restarts += 1
             self._stop_student()
-            if self.restarts > MAX_RESTARTS or self._out_of_time:
+            if self.restarts > MAX_RESTARTS or time.monotonic() >= self.ends:
                 return
             self._start_student()
             try:
@@ -186,12 +184,8 @@ class Checker:
 
     def _run(self, step: Step) -> None:
         """Run a cell of the student's and keep what it shows."""
-        if self._out_of_time:
-            message = f"not run: the submission has used the {self.job.total:.0f} s that it may take in all"
-            step.cell.outputs = [error_output("NotRun", message)]
-            return
-        if self.remote is None:
-            step.cell.outputs = [error_output("NotRun", "not run: too many cells before it hung or died")]
+        if reason := self._stopped[1]:
+            step.cell.outputs = [error_output("NotRun", f"not run: {reason}")]
             return
         self.current = step.name
         try:
@@ -219,8 +213,8 @@ class Checker:
         """Say why the student's process is gone; a broken protocol is flagged."""
         if gone.kind == "protocol":
             self.flags.add(step.question, "protocol", gone.detail)
-        if gone.kind == "timeout" and self._out_of_time:
-            return f"was ended: the submission has used the {self.job.total:.0f} s that it may take in all."
+        if gone.kind == self._stopped[0] == "timeout":
+            return f"was ended: {self._stopped[1]}."
         return _WHY_GONE[gone.kind].format(timeout=self.job.timeout)
 
     # ---- tests -----------------------------------------------------------------------------------------------
@@ -243,10 +237,7 @@ class Checker:
         """Run a function of the course, which takes a student's text, in a process where no cell of theirs has run."""
         clean = self._clean_remote(module)
         clean.within(max(self.remote.deadline - time.monotonic(), 1.0) if self.remote else self.job.timeout)
-        reply, _ = clean.ask({"op": "runner", "module": module, "name": name})
-        if reply["op"] != "ready":
-            raise Gone("protocol", "no runner")
-        return clean.call(reply["target"], args, kwargs)
+        return clean.call(["ref", module, name], args, kwargs)
 
     def _clean_remote(self, module: str) -> Remote:
         interpreted = module in INTERPRETED
@@ -290,14 +281,9 @@ class Checker:
 
     def _verdict(self, step: Step) -> tuple[str, str, str]:
         """(status, message, what is shown) of a test cell."""
-        if self.remote is None:
-            return "killed", "Not graded: too many cells before it hung or died.", ""
-        if self._out_of_time:
-            return (
-                "timeout",
-                f"Not graded: the submission has used the {self.job.total:.0f} s that it may take in all.",
-                "",
-            )
+        status, reason = self._stopped
+        if self.remote is None or status:
+            return status, f"Not graded: {reason}.", ""
         title = question_title(step.question)
         try:
             self.remote.within(self._left())
@@ -313,7 +299,11 @@ class Checker:
         """Run a check in this process, on proxies of the student's functions."""
         names = {**self.base, "__name__": "__main__"}
         names.update(remote.get(step.name, step.needs.names))
-        self._fetch_files(remote, step)
+        self.student_texts.clear()
+        for name in step.needs.files:  # answers that are files
+            Path(self.folder, Path(name).name).unlink(missing_ok=True)  # another question's test may have left one
+            text = (remote.fetch(name) or b"").decode(errors="replace")
+            self.student_texts += [text] if text.strip() else []
         shown, verdict = io.StringIO(), ("passed", "")
         self.testing = True
         try:
@@ -351,20 +341,6 @@ class Checker:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-
-    def _fetch_files(self, remote: Remote, step: Step) -> None:
-        """Put files that are answers into the folder of the test, as data."""
-        self.student_texts.clear()
-        for name in step.needs.files:
-            reply, blobs = remote.ask({"op": "file", "name": name})
-            path = Path(self.folder, os.path.basename(name))
-            if path.is_dir():
-                shutil.rmtree(path)
-            path.unlink(missing_ok=True)
-            if reply.get("exists") is True and len(blobs) == 1:
-                path.write_bytes(blobs[0])
-                if text := blobs[0].decode(errors="replace"):
-                    self.student_texts += [text] if text.strip() else []
 
     def _show_as_submitted(self, step: Step) -> None:
         """Keep the tables and plots that came along, for whoever grades the answers in words; and say so."""

@@ -1,14 +1,33 @@
-"""The state of torch in which a student's function is called: that of the checker, without what a caller left on."""
+"""A call of a student's function: torch's state is the checker's, and the check's modes, whose data travel to and fro, see what runs."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
+import dataclasses
+import json
 import sys
-from typing import Any
+from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from instructor.grading.wire.channel import WireError
 from utils.checking import poisoned_memory
+from utils.checking.watching import OperationWatch, StudentLine
+
+MAX_SEEN = 20_000_000  # characters of what a mode may have seen in one call: 200,000 operators and their shapes
+_COUNTERS = [field.name for field in dataclasses.fields(OperationWatch) if field.name not in ("lines", "rules")]
+
+
+class _Nothing(TorchDispatchMode):
+    """A mode without data of its own."""
+
+
+_OF_TORCH = vars(_Nothing()).keys()
+
+# ---- the state of torch ---------------------------------------------------------------------------------------------
 
 
 def set_conditions(stack: contextlib.ExitStack, conditions: dict) -> None:
@@ -38,16 +57,6 @@ def set_sdpa_switches(switches: list) -> None:
     torch._C._set_sdp_priority_order(order)
 
 
-def expect_sdpa_switches(switches: Any) -> list:
-    """Return switches that came from another process; `ValueError` if they are not well formed."""
-    plain = type(switches) is list and len(switches) == 2 and all(type(part) is list for part in switches)
-    if not plain or [type(flag) for flag in switches[0]] != [bool] * len(_SDPA):
-        raise ValueError("no switches of SDPA's backends")
-    if sorted(switches[1]) != sorted(torch._C._get_sdp_priority_order()):
-        raise ValueError("no order of SDPA's backends")
-    return switches
-
-
 @contextlib.contextmanager
 def no_modes():
     """Leave all of torch's modes for the time of a `with` block, those for operators and those for functions."""
@@ -62,27 +71,67 @@ def no_modes():
                 torch._C._push_on_torch_function_stack(taken.pop())
 
 
-@contextlib.contextmanager
-def uncompiled_flex():
+def uncompiled_flex() -> contextlib.AbstractContextManager:
     """Have eager FlexAttention call masks and score modifiers for the time of a `with` block.
 
     Otherwise it compiles them, and proxies of the checker's functions have nothing to compile.
     """
-    module = sys.modules.get("torch.nn.attention.flex_attention")
-    name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-    if module is None or not hasattr(module, name):
-        yield
-        return
-    before = getattr(module, name)
-    setattr(module, name, True)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+    module, name = sys.modules.get("torch.nn.attention.flex_attention"), "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    return mock.patch.object(module, name, True) if hasattr(module, name) else contextlib.nullcontext()
 
 
-def reads_by_tensor() -> bool:
-    """True where FlexAttention calls a mask: there `x[i]` reads a tensor with a tensor for an index."""
-    depth = torch._C._len_torch_function_stack()
-    modes = [torch._C._get_function_stack_at(i) for i in range(depth)]
-    return any(type(mode).__name__ == "TransformGetItemToIndex" for mode in modes)
+# ---- what ran: in the student's process ------------------------------------------------------------------------
+
+
+def describe_watch(watch) -> dict:
+    """What `watch_operations` saw, as data."""
+    counts = {name: {str(k)[:200]: int(v) for k, v in getattr(watch, name).items()} for name in _COUNTERS}
+    lines = {str(k)[:200]: [line.function[:200], line.number, line.text[:300]] for k, line in watch.lines.items()}
+    return {**counts, "lines": lines}
+
+
+def _attributes(mode: object) -> dict:
+    """What a mode has seen: its public attributes, all of them data."""
+    return {name: value for name, value in vars(mode).items() if name[0] != "_" and name not in _OF_TORCH}
+
+
+def describe_mode(mode: object) -> str:
+    """What a mode of the check has seen in the student's process, as JSON."""
+    return json.dumps(_attributes(mode))
+
+
+# ---- what ran: in the checker's process ------------------------------------------------------------------------------------
+
+
+def merge_watch(watch, fields: dict) -> None:
+    """Add to a watch of the check what the student's process saw."""
+    for name in _COUNTERS:
+        counts = fields[name]
+        if not all(type(n) is int and n >= 0 for n in counts.values()):
+            raise WireError("counts that are no counts")
+        getattr(watch, name).update(collections.Counter(counts))
+    for name, (function, number, text) in fields["lines"].items():
+        watch.lines.setdefault(name, StudentLine(str(function), int(number), str(text)))
+
+
+def without_private(mode: object) -> object:
+    """A copy of a mode that has forgotten the objects of this process which it knows, such as tensors by their ids."""
+    made = copy.copy(mode)
+    for name, value in vars(made).items():
+        if name[0] == "_" and isinstance(value, dict | list | set):
+            vars(made)[name] = type(value)()
+    return made
+
+
+def update_mode(mode: object, text: str) -> None:
+    """Give a mode of the check what it saw in the student's process, from where the text may be forged."""
+    fields, known = json.loads(text), _attributes(mode)
+    if {name: type(value) for name, value in fields.items()} != {name: type(value) for name, value in known.items()}:
+        raise WireError("a mode with other attributes than it has")
+    for name, value in fields.items():
+        setattr(mode, name, list(_tuples(value)) if isinstance(value, list) else value)
+
+
+def _tuples(value: list) -> tuple:
+    """Lists as tuples: JSON does not tell them apart, and what a mode lists does not change."""
+    return tuple([_tuples(item) if type(item) is list else item for item in value])

@@ -144,7 +144,7 @@ class Enclosure:
         channel = Channel(socket.socket(fileno=self.control))
         hide(self.warm.options.answers)
         linecache.clearcache()  # it names the grader's files
-        watcher = tampering.Watcher(self.signs, self.control, shell)
+        watcher = tampering.Watcher(self.signs, self.control)
         sys.addaudithook(watcher.hook)
         for name in [n for n in sys.modules if n == "instructor" or n.startswith("instructor.")]:
             del sys.modules[name]

@@ -26,8 +26,7 @@ from instructor.build import ROOT, Built
 from instructor.grading.sandbox import walls
 from instructor.grading.submission.library import ANSWERS
 from instructor.grading.submission.plan import not_graded, plan_tests
-from instructor.grading.submission.records import Job, WarmUp, how_it_ended
-from instructor.grading.submission.results import GradingError, SubmissionResult
+from instructor.grading.submission.results import GradingError, Job, SubmissionResult, WarmUp, how_it_ended
 from instructor.grading.submission.sources import fingerprint
 from instructor.grading.wire.channel import Channel, Closed, TooLate
 from utils.files import write_whole
@@ -41,7 +40,6 @@ COURSE = ("assets",)  # folders that students have next to their notebook
 WARM_SECONDS = 600.0  # limit for the start of a warm process
 CALIBRATION_SECONDS = 3600.0  # limit for grading the model answers once
 CALIBRATION_CELL = 300.0  # limit for one cell of them, or the tests of one question
-MAX_FILE = 64 << 20  # bytes of a submission
 MIN_TOTAL = 120.0  # seconds that every submission may take in all
 GRACE = 120.0  # seconds in addition, for starting, reading and writing
 
@@ -201,9 +199,6 @@ _plan_tests = functools.cache(plan_tests)
 # ---- calibration -------------------------------------------------------------------------------------------------
 
 
-_calibrations: dict[Path, SubmissionResult] = {}
-
-
 def calibrate(built: Built, limits: walls.Limits | None = None) -> SubmissionResult:
     """Grade the model answers: they have to get every point, and tell how long a submission takes.
 
@@ -217,18 +212,15 @@ def calibrate(built: Built, limits: walls.Limits | None = None) -> SubmissionRes
     limits = limits or walls.Limits()
     known = known_calibration(built, limits)
     if known is None:
-        path = _calibration_path(built, limits)
-        known = _calibrations[path] = _calibrate(built, limits)
-        write_whole(path, json.dumps(known.as_json(), indent=1))
+        known = _calibrate(built, limits)
+        write_whole(_calibration_path(built, limits), json.dumps(known.as_json(), indent=1))
     return known
 
 
 def known_calibration(built: Built, limits: walls.Limits) -> SubmissionResult | None:
     """The calibration of a lab if there is one; nothing is graded."""
     path = _calibration_path(built, limits)
-    if path not in _calibrations and path.is_file():
-        _calibrations[path] = SubmissionResult.from_json(json.loads(path.read_text(encoding="utf-8")))
-    return _calibrations.get(path)
+    return SubmissionResult.from_json(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def _calibration_path(built: Built, limits: walls.Limits) -> Path:
@@ -277,9 +269,6 @@ def grade_notebook(
         data = notebook.encode("utf-8", errors="surrogatepass")
     else:
         data = notebook.read_bytes() if isinstance(notebook, Path) else notebook
-    if len(data) > MAX_FILE:
-        why = f"The submitted file has {len(data) >> 20} MB; at most {MAX_FILE >> 20} are read."
-        return not_graded(built, student, "unreadable", why)
     total = total_seconds(calibration.seconds, timeout)
     job = Job(built, student, data, timeout, total, _plan_tests(built.instructor))
     try:

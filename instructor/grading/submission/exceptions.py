@@ -8,7 +8,7 @@ import sys
 from utils.checking import AnswerNeeded, StudentLine, WrongAnswer
 from utils.checking.authors import lines_of_error, raised_by_student
 
-MAX_WORDS = 5000  # characters of an exception's message, or of one of its attributes
+MAX_WORDS = 5000  # characters of an exception's message
 MAX_LINES = 12  # of a student's, the innermost ones
 
 # ---- on the side that raised -------------------------------------------------------------------------------------
@@ -16,18 +16,12 @@ MAX_LINES = 12  # of a student's, the innermost ones
 
 def describe_error(error: BaseException) -> dict:
     """An exception as data: its type, its words, and the student's lines that it went through."""
-    state = {
-        str(k)[:40]: v if not isinstance(v, str) else v[:MAX_WORDS]
-        for k, v in vars(error).items()
-        if v is None or isinstance(v, bool | int | float | str)
-    }
     kinds = [f"{k.__module__}:{k.__qualname__}"[:200] for k in type(error).__mro__ if isinstance(k.__module__, str)]
     lines = [[line.function[:200], line.number, line.text[:500]] for line in lines_of_error(error)]
     return {
         "kinds": kinds[:12],
         "words": words_of(error)[:MAX_WORDS],
         "lines": lines[-MAX_LINES:],
-        "state": state,
         "raised_there": raised_by_student(error),
     }
 
@@ -55,25 +49,19 @@ def explain(error: BaseException) -> tuple[str, str]:
     return "error", f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
-def error_with_lines(fields: dict, own: dict[str, type] | None = None) -> BaseException:
+def error_with_lines(fields: dict) -> BaseException:
     """Rebuild a student's exception, of the nearest type known here, with the student's lines that it went through.
 
     Args:
         fields: what `describe_error` gave; it comes from the student's process, which may have forged it.
-        own: {name: class} of exceptions that the notebook itself defines.
     """
-    error = nearest_error(fields["kinds"], str(fields["words"])[:MAX_WORDS], own or {})
-    for name, value in fields["state"].items():
-        plain = value is None or type(value) in (int, str, bool, float)
-        if plain and name.isidentifier() and not name.startswith("_"):
-            with contextlib.suppress(Exception):
-                setattr(error, name, value)
+    error = nearest_error(fields["kinds"], str(fields["words"])[:MAX_WORDS])
     lines = [StudentLine(str(name), int(number), str(text)) for name, number, text in fields["lines"][-MAX_LINES:]]
     vars(error).update(student_lines=lines, raised_by_student=fields["raised_there"] is True)
     return error
 
 
-def nearest_error(kinds: list, words: str, own: dict[str, type]) -> BaseException:
+def nearest_error(kinds: list, words: str) -> BaseException:
     """An exception of the first of these types, each `module:name`, that is known here."""
     for kind in kinds:
         module, _, name = str(kind).partition(":")
@@ -81,7 +69,6 @@ def nearest_error(kinds: list, words: str, own: dict[str, type]) -> BaseExceptio
         found: object = sys.modules.get(module) if known else None
         for part in name.split("."):
             found = getattr(found, part, None)
-        found = own.get(name) if module == "__main__" else found
         if isinstance(found, type) and (issubclass(found, Exception) or found is SystemExit):
             with contextlib.suppress(Exception):
                 error = found.__new__(found, words)

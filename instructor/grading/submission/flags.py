@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import select
 
-from instructor.grading.sandbox.tampering import SERIOUS, Sign
+from instructor.grading.sandbox.tampering import KINDS, Sign
 from instructor.grading.submission.plan import Step, question_of
 from instructor.grading.submission.results import Flag
 
@@ -15,11 +13,15 @@ MOST_CHANGED = 3  # questions with changed cells that have a flag each
 
 
 class Flags:
-    """The flags of one submission, one for each question and kind, and the signs that some of them come from."""
+    """The flags of one submission, one for each question and kind.
 
-    def __init__(self) -> None:
+    Args:
+        steps: of its plan; they say which question a cell belongs to.
+    """
+
+    def __init__(self, steps: list[Step]) -> None:
         self.found: dict[tuple[str, str], list[str]] = {}  # (question, kind) -> what was seen
-        self.signs: list[Sign] = []
+        self.owner = {step.name: step.question for step in steps}
 
     def add(self, question: str, kind: str, detail: str) -> None:
         """Flag a question; "" is the whole submission."""
@@ -28,38 +30,27 @@ class Flags:
             details.append(detail)
 
     def read_signs(self, descriptor: int, during: str) -> None:
-        """Read what a student's process reported until its end, and close the pipe.
+        """Flag what a student's process reported until its end, and close the pipe.
 
         Args:
             descriptor: of the pipe.
             during: the cell that ran, or was tested, last; a process that ran a text for its tests does not know it.
         """
-        text = b""
-        with contextlib.suppress(OSError):
-            while select.select([descriptor], [], [], 0)[0] and len(text) < 1_000_000:
-                if not (piece := os.read(descriptor, 65536)):
-                    break
-                text += piece
-        os.close(descriptor)
+        os.set_blocking(descriptor, False)  # something that the student started may hold the other end
+        with os.fdopen(descriptor, "rb", buffering=0) as pipe:
+            text = pipe.read(1_000_000) or b""
         for line in text.splitlines()[:5000]:
             try:
                 fields = json.loads(line)
                 sign = Sign(*(str(fields[name])[:300] for name in Sign._fields))
             except (ValueError, KeyError, TypeError, RecursionError):
                 sign = Sign(during, "protocol", "unreadable sign")
-            sign = sign if sign.cell else sign._replace(cell=during)
-            if sign not in self.signs:
-                self.signs.append(sign)
-
-    def add_signs(self, steps: list[Step]) -> None:
-        """Flag the question whose cell caused a sign."""
-        owner = {step.name: step.question for step in steps}
-        for sign in self.signs:
-            self.add(owner.get(sign.cell) or question_of(sign.cell), sign.kind, sign.detail)
+            cell = sign.cell or during
+            self.add(self.owner.get(cell) or question_of(cell), sign.kind, sign.detail)
 
     def serious(self, question: str) -> list[str]:
         """The kinds of attempts at the channel, the memory or the walls in a question."""
-        return sorted(kind for name, kind in self.found if name == question and kind in SERIOUS)
+        return sorted(kind for name, kind in self.found if name == question and kind in KINDS)
 
     def as_tuple(self) -> tuple[Flag, ...]:
         """One flag for each question and kind, which says how much was seen; one for all, if many questions were changed."""

@@ -15,14 +15,11 @@ from collections.abc import Collection
 
 from PIL import Image
 
-# Characters of prose that are shown, of one cell and of a notebook. nbconvert takes quadratic time for some texts, such as
-# `\\begin{a}` again and again: a second for a cell of this length.
-MAX_PROSE, MAX_ALL_PROSE = 20_000, 200_000
+# Characters that are shown of a cell, and of all cells of a notebook that a student changed. nbconvert takes quadratic time for
+# some texts, such as `\\begin{a}` again and again or one long line of code: seconds for a cell of this length.
+MAX_CELL, MAX_ALL = 20_000, 300_000
 MAX_BRACKETS = 2_000  # opening brackets of one answer; nbconvert looks for the end of each
 MAX_PICTURE, MAX_ATTACHED = 8 << 20, 20  # characters of one picture, base64; pictures of one answer
-# Characters of code that are shown, of a line, a cell and a notebook. Its colours take 0.1 ms a character, and in one long line
-# quadratic time: a minute for 80,000 characters. All of it is run and graded.
-MAX_LINE, MAX_CODE, MAX_ALL_CODE = 2_000, 100_000, 300_000
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 _ENTITY = re.compile(r"&(?=#|colon|Tab|NewLine|lpar)", flags=re.IGNORECASE)  # hide a scheme such as javascript:
 _SCHEME = re.compile(r"\b(javascript|vbscript|data|file)(\s*):", flags=re.IGNORECASE)
@@ -36,29 +33,20 @@ MAX_PIXELS = 50_000_000  # of a picture; a plot of 4 by 3 inches at 1000 dots an
 PICTURES = {"image/png": ["PNG"], "image/jpeg": ["JPEG"], "image/gif": ["GIF"]}
 
 
-def harmless_markdown(text: str, most: int = MAX_PROSE) -> str:
-    """Markdown without HTML, without links that run code, and without MathJax's commands for either.
+def shortened(text: str, most: int, sign: str = "") -> str:
+    """A cell's text as it is shown: the end of a long one is left out, and a line says so after `sign`. All code runs."""
+    return (
+        text if len(text) <= most else f"{text[:most]}\n\n{sign}(The rest of this cell is not shown: it is too long.)"
+    )
 
-    Args:
-        text: what a student wrote.
-        most: characters of it that are shown.
-    """
-    if len(text) > most:
-        text = text[:most] + "\n\n(The rest of this cell is left out: it is too long to be shown.)"
+
+def harmless_markdown(text: str) -> str:
+    """Markdown without HTML, without links that run code, and without MathJax's commands for either."""
     if text.count("[") > MAX_BRACKETS:
         text = text.replace("[", "(").replace("]", ")")
     text = _TAG.sub("< ", _CONTROL.sub("", text))
     text = _SCHEME.sub(r"\1 :", _ENTITY.sub("& ", text))
     return _MACRO.sub(r"\\ \1", text)
-
-
-def shown_code(text: str, most: int = MAX_CODE) -> str:
-    """A cell's code as it is shown: long lines are cut, and so is the end of a long cell; a comment says so."""
-    lines = text[:most].split("\n")
-    cut = [line if len(line) <= MAX_LINE else line[:MAX_LINE] + "  # (this line goes on)" for line in lines]
-    if len(text) > most:
-        cut.append("# (The rest of this cell is not shown: it is too long. It was run and graded in whole.)")
-    return "\n".join(cut)
 
 
 def harmless_latex(text: str) -> str:

@@ -20,13 +20,11 @@ from nbformat import NotebookNode
 
 from instructor.build import Built
 from instructor.grading.submission.harmless import (
-    MAX_ALL_CODE,
-    MAX_ALL_PROSE,
-    MAX_CODE,
-    MAX_PROSE,
+    MAX_ALL,
+    MAX_CELL,
     harmless_attachments,
     harmless_markdown,
-    shown_code,
+    shortened,
     without_lost_pictures,
 )
 from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
@@ -111,9 +109,6 @@ def read_notebook(text: str | bytes) -> NotebookNode:
         raise Unreadable("The submitted notebook has no cells. Save it with a Jupyter that writes format 4.")
     if len(cells) > MAX_CELLS:
         raise Unreadable(f"The submitted notebook has {len(cells)} cells; at most {MAX_CELLS} are read.")
-    for cell in cells:
-        if isinstance(cell, dict):
-            _make_plain(cell)
     return notebook
 
 
@@ -122,21 +117,6 @@ def not_graded(built: Built, student: str, kind: str, why: str) -> SubmissionRes
     facts = [cell.metadata.get("nbgrader", {}) for cell in read_built(built.student).cells]
     cells = {f["grade_id"]: CellResult(0.0, float(f["points"]), "missing", why, 0.0) for f in facts if "points" in f}
     return SubmissionResult(student, built.name, cells, (Flag("", kind, why),), {}, built.student)
-
-
-def _make_plain(cell: dict) -> None:
-    """Drop from a cell what the rest of the reading cannot take."""
-    # Outputs are made again. Broken ones are the most common reason why a notebook does not validate.
-    given = cell.pop("outputs", None)
-    if cell.get("cell_type") == "code":
-        cell["outputs"] = [o for o in given if _is_output(o)][:200] if isinstance(given, list) else []
-    if not isinstance(cell.get("id", ""), str):
-        del cell["id"]
-
-
-def _is_output(output) -> bool:
-    kinds = ("stream", "display_data", "execute_result", "error")
-    return isinstance(output, dict) and output.get("output_type") in kinds
 
 
 def _grade_id(cell) -> str | None:
@@ -175,14 +155,17 @@ def make_plan(built: Built, submission: str | bytes, tests: dict[str, Needs] | N
     notebook = nbformat.v4.new_notebook(metadata=released.metadata)
     notebook.nbformat_minor = 5
     steps: list[Step] = []
-    section, taken, room = "", set(), MAX_ALL_PROSE
+    section, taken, room = "", set(), MAX_ALL
     for number, (cell, known) in enumerate(merged):
         name = f"{known.id}" if known is not None else f"extra-{number}"
         node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
         taken.add(node.id)
-        if node.cell_type != "code" and not (known is not None and node.source == known.source):
-            node.source = harmless_markdown(node.source, min(room, MAX_PROSE))
+        step = _step_of(cell, known, node, lab)
+        if not (known is not None and node.source in (known.source, lab.released[known.id].source)):
+            node.source = shortened(node.source, min(room, MAX_CELL), "# " if node.cell_type == "code" else "")
             room = max(0, room - len(node.source))
+        if node.cell_type != "code" and not (known is not None and node.source == known.source):
+            node.source = harmless_markdown(node.source)
             pictures = harmless_attachments(cell.get("attachments"))
             if pictures:
                 node["attachments"] = pictures
@@ -190,7 +173,6 @@ def make_plan(built: Built, submission: str | bytes, tests: dict[str, Needs] | N
         if known is not None:
             node.metadata.update(json.loads(json.dumps(lab.released[known.id].metadata)))
         notebook.cells.append(node)
-        step = _step_of(cell, known, node, lab)
         if known is not None and known.cell_type == "markdown" and (heading := _HEADING.search(known.source)):
             section = f"{'bonus_' if heading[1] else 'q'}{heading[2]}_{heading[3]}"
         if step is not None:
@@ -202,17 +184,7 @@ def make_plan(built: Built, submission: str | bytes, tests: dict[str, Needs] | N
         if step.kind == "tests":
             step.needs = needs[step.name]
     _leave_out(steps)
-    _shorten_code(steps)
     return Plan(notebook, steps, changed, _files_of_lab(original))
-
-
-def _shorten_code(steps: list[Step]) -> None:
-    """Cut what cells show of very long code; what runs stays whole."""
-    room = MAX_ALL_CODE
-    for step in steps:
-        if step.cell.cell_type == "code" and step.kind != "tests" and not step.untouched:
-            step.cell.source = shown_code(step.source, min(room, MAX_CODE))
-            room = max(0, room - len(step.cell.source))
 
 
 def _files_of_lab(original: list[NotebookNode]) -> dict[str, str]:
@@ -276,7 +248,7 @@ def _merge(submission: NotebookNode, lab: _Lab, changed: dict[str, str]) -> list
         if not isinstance(cell, dict) or cell.get("cell_type") not in ("code", "markdown", "raw"):
             continue
         grade_id = _grade_id(cell)
-        known = by_grade_id.get(grade_id) if grade_id else plain.get(cell.get("id"))
+        known = by_grade_id.get(grade_id) if grade_id else plain.get(str(cell.get("id")))
         if known is None:
             groups.setdefault(last, []).append((cell, None))
             continue

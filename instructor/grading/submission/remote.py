@@ -13,16 +13,16 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from instructor.grading.submission.conditions import expect_sdpa_switches, sdpa_switches, set_sdpa_switches
-from instructor.grading.submission.evidence import merge_watch, update_mode, without_private
+from instructor.grading.submission.conditions import merge_watch, sdpa_switches, update_mode, without_private
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
-from instructor.grading.wire.block_masks import BlockMasks
+from instructor.grading.wire.block_masks import rebuild_block_mask
 from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
 from instructor.grading.wire.pickles import CheckEncoder
 from instructor.grading.wire.signatures import Proxy, parameters_of
@@ -33,6 +33,7 @@ TOO_MANY = (
     "this call runs more than some 200,000 operators of torch, and the check looks at the size of each. Let an operator work on "
     "more numbers at once."
 )
+_MALFORMED = (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
 _FILE_NAME = re.compile(r"\w[\w-]{0,60}\.(?:json|csv|txt)")  # of a file that a check has a student's function write
 
 
@@ -58,11 +59,10 @@ class Remote:
 
     Args:
         channel: to the process.
-        errors: {name: class} of exceptions that the notebook itself defines.
     """
 
-    def __init__(self, channel: Channel, errors: dict[str, type] | None = None):
-        self.channel, self.number, self.errors = channel, 0, errors or {}
+    def __init__(self, channel: Channel):
+        self.channel, self.number = channel, 0
         self.deadline = 0.0
         self.shown: list[str] = []
         self.forget()
@@ -71,12 +71,9 @@ class Remote:
         """Drop the objects of a question."""
         self.objects: list = []  # objects of this side that the student's process knows by their place in this list
         self.proxies: dict[int, object] = {}  # of the student's objects, by their numbers
-        self.block_masks = BlockMasks()
         self.tensors: dict[int, torch.Tensor] = {}  # sent, by key
         self.versions: dict[int, int] = {}
         self.keys: dict[int, int] = {}  # the address of a tensor -> its key
-        self.last_key = 0
-        self.dropped: list[int] = []  # keys of tensors that the student's process may forget
         self.shown = []
 
     def within(self, seconds: float) -> None:
@@ -105,13 +102,13 @@ class Remote:
             raise Gone("timeout") from None
         except Closed:
             raise Gone("killed") from None
-        except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        except _MALFORMED as error:
             raise Gone("protocol", f"{type(error).__name__}: {error}"[-1500:]) from None
 
     # ---- values ----------------------------------------------------------------------------------------------
 
-    def encoder(self, levels: vmaps.Levels = ()) -> CheckEncoder:
-        """An encoder of the check's values, which may be functions and iterators."""
+    def encoder(self, in_vmap: bool = False) -> CheckEncoder:
+        """An encoder of the check's values, which may be functions and iterators; tensors of a vmap are made for one call."""
 
         def handle(value):
             kind = "function" if callable(value) else "iterator" if isinstance(value, Iterator) else None
@@ -127,26 +124,17 @@ class Remote:
             return ["object", {**fields, "parameters": parameters_of(value) if kind == "function" else None}]
 
         def known(tensor):
-            if id(tensor) in self.keys:
-                return self.keys[id(tensor)]
-            self.last_key += 1
-            self.tensors[self.last_key], self.versions[self.last_key] = tensor, tensor._version
-            self.keys[id(tensor)] = self.last_key
-            return [self.last_key]
+            if id(tensor) in self.keys or in_vmap:
+                return self.keys.get(id(tensor))
+            key = self.keys[id(tensor)] = len(self.tensors)
+            self.tensors[key], self.versions[key] = tensor, tensor._version
+            return [key]
 
-        return CheckEncoder(handle, known, levels, block_mask=self.block_masks.name_mask)
+        return CheckEncoder(handle, known)
 
-    def decoder(self, blobs: list, levels: vmaps.Levels = ()) -> Decoder:
+    def decoder(self, blobs: list) -> Decoder:
         """A decoder of what the student's process sends: plain data, and proxies of what cannot travel."""
-        own, known = self.objects.__getitem__, self.tensors.__getitem__
-        return Decoder(blobs, self._proxy, own, known, levels=levels, block_mask=self.block_masks.rebuild)
-
-    def _drop(self, since: int) -> list[int]:
-        """Forget the tensors of a call under vmap, which were made for it alone; a mask would leave thousands of them."""
-        dropped = [key for key in self.tensors if key > since]
-        for key in dropped:
-            del self.keys[id(self.tensors[key])], self.tensors[key], self.versions[key]
-        return dropped
+        return Decoder(blobs, self._proxy, self.objects.__getitem__, self.tensors.__getitem__)
 
     def _encode(self, encode: Callable, value):
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -186,15 +174,19 @@ class Remote:
     def _values(self, message: dict) -> dict:
         reply, blobs = self.ask(message)
         decode = self.decoder(blobs)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            try:
-                return {name: decode(node) for name, node in reply["values"].items() if name in message["names"]}
-            except (WireError, KeyError, AttributeError) as error:
-                raise Gone("protocol", str(error)[:300]) from None
+        with _reading():
+            return {name: decode(node) for name, node in reply["values"].items() if name in message["names"]}
 
     def _proxy(self, fields: dict):
         """A proxy of an object of the student's; `fields` may be forged."""
         number, kind = fields["id"], fields["kind"]
+        if kind == "block_mask" and type(number) is int:
+            mask = rebuild_block_mask(fields["parts"])
+            known = self.proxies.setdefault(number, mask)
+            if type(known) is not type(mask):
+                raise WireError("an object of two kinds")
+            vars(known).update(vars(mask))  # the same object as before, so that a check may ask by `is`
+            return known
         if type(number) is int and number in self.proxies:
             return self.proxies[number]
         if type(number) is not int or kind not in ("function", "other"):
@@ -235,21 +227,19 @@ class Remote:
         """Run one of the check's own functions in the student's process, where the student's objects are."""
         return self.call(function, args, {})
 
-    def call(self, number: int | Callable, args: tuple, kwargs: dict):
-        """Call the student's object `number`; returns its result or raises what it raised."""
+    def call(self, number: int | Callable | list, args: tuple, kwargs: dict):
+        """Call the student's object `number`, a check's function, or what a node names; returns its result or raises what it raised."""
         try:
-            levels = vmaps.levels_here()
-        except vmaps.NotVmap as error:
+            return vmaps.across(lambda *plain: self._call(number, *plain), args, kwargs)
+        except WireError as error:
             raise CannotTravel(str(error)) from None
-        with vmaps.leave_levels():
-            return self._call(number, args, kwargs, levels)
 
-    def _call(self, number: int | Callable, args: tuple, kwargs: dict, levels: vmaps.Levels):
+    def _call(self, number: int | Callable | list, args: tuple, kwargs: dict, in_vmaps: vmaps.Vmaps):
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
         seeing = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
         shipped = [*seeing, *(mode for mode in functions if type(mode) is not watching._Calls)]
-        encode, before = self.encoder(levels), self.last_key
+        encode = self.encoder(bool(in_vmaps))
         conditions = {
             "grad": torch.is_grad_enabled(),
             "fill": torch.are_deterministic_algorithms_enabled(),
@@ -261,52 +251,45 @@ class Remote:
         message = {
             "op": "call",
             "updates": self._updates(encode),
-            "target": number if isinstance(number, int) else self._encode(encode, number),
+            "target": self._encode(encode, number) if callable(number) else number,
             "conditions": conditions,
-            "levels": levels,
-            "drop": self.dropped,
+            "vmaps": in_vmaps,
             "args": self._encode(encode, args),
             "kwargs": self._encode(encode, kwargs),
         }
-        self.dropped = []
         reply, blobs = self.ask(message, encode.blobs)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            try:
-                decode = self._take_effects(reply, blobs, levels)
-                for watch in watches:
-                    merge_watch(watch, reply["watch"])
-                if seeing and reply["seen"] is None:
-                    raise _mark_as_students(RuntimeError(TOO_MANY))
-                for mode, text in zip(seeing, reply["seen"], strict=True):
-                    update_mode(mode, text)
-                value = self._conclude(reply, decode)
-            except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-                if getattr(error, "remote", False):
-                    raise
-                raise Gone("protocol", f"{type(error).__name__}: {error}"[:300]) from None
-            finally:
-                if levels:
-                    self.dropped += self._drop(before)
+        with _reading():
+            decode = self._take_effects(reply, blobs)
+            for watch in watches:
+                merge_watch(watch, reply["watch"])
+            if seeing and reply["seen"] is None:
+                raise _mark_as_students(RuntimeError(TOO_MANY))
+            for mode, text in zip(seeing, reply["seen"], strict=True):
+                update_mode(mode, text)
+            value = self._conclude(reply, decode)
         for argument in args:
             if isinstance(argument, str) and _FILE_NAME.fullmatch(argument):
-                self._fetch(argument)
+                self.fetch(argument)  # the call may have written it
         return value
 
-    def _fetch(self, name: str) -> None:
-        """Bring a file here that the call may have written; it is data."""
-        reply, blobs = self.ask({"op": "file", "name": name})
-        if reply.get("exists") is True and len(blobs) == 1:
-            with open(name, "wb") as file:
-                file.write(blobs[0])
+    def fetch(self, name: str) -> bytes | None:
+        """Bring a file of the student's process into this one's folder, as data; None if there is none."""
+        blobs = self.ask({"op": "file", "name": name})[1]
+        if len(blobs) != 1:
+            return None
+        Path(Path(name).name).write_bytes(blobs[0])
+        return bytes(blobs[0])
 
-    def _take_effects(self, reply: dict, blobs: list, levels: vmaps.Levels) -> Decoder:
+    def _take_effects(self, reply: dict, blobs: list) -> Decoder:
         """Leave behind what the call left, as a check sees it in one process; returns the decoder of the reply."""
         if reply["op"] == "unsendable":
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
-        decode = self.decoder(blobs, levels)
+        decode = self.decoder(blobs)
         self._apply(reply["mutated"], decode)
-        set_sdpa_switches(expect_sdpa_switches(reply["sdpa"]))
-        if reply["filters"] is True:  # for warnings
+        other_switches, other_filters = reply["left"]
+        if other_switches is True:  # a check asks whether SDPA's backends are as before, and not what they are
+            torch.backends.cuda.enable_flash_sdp(not torch.backends.cuda.flash_sdp_enabled())
+        if other_filters is True:  # for warnings
             warnings.simplefilter("ignore", type("OfTheCall", (Warning,), {}))
         if isinstance(reply.get("shown"), str):
             self.shown.append(reply["shown"][:20_000])
@@ -315,37 +298,48 @@ class Remote:
     def _conclude(self, reply: dict, decode: Decoder):
         """The result of a call; or raise what the call raised."""
         if reply["op"] == "raised":
-            raise _mark_as_students(error_with_lines(reply["error"], self.errors))
+            raise _mark_as_students(error_with_lines(reply["error"]))
         if reply["op"] != "result":
             raise WireError("a reply that is neither a result nor an exception")
         return decode(reply["value"])
 
     def _serve(self, message: dict, blobs: list) -> None:
         """Answer the student's code, which called a function of the check or took the next item of its iterator."""
-        levels = vmaps.expect_levels(message["levels"])
-        decode = self.decoder(blobs, levels)
+        in_vmaps = message["vmaps"]
+        decode = self.decoder(blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             self._apply(message["mutated"], decode)
             target = self.objects[message["id"]]
             args, kwargs = decode(message["args"]), decode(message["kwargs"])
-        encode = self.encoder(levels)
+        encode = self.encoder(bool(in_vmaps))
         try:
             # What the check's own functions do is not the student's: no mode of the check sees it.
-            with vmaps.enter_levels(levels), _disable_current_modes(), _indices(message["indices"] is True):
-                value = next(target) if message["next"] is True else target(*args, **kwargs)
+            with _disable_current_modes(), _indices(bool(in_vmaps)):
+                value = next(target) if message["next"] is True else vmaps.mapped(target, args, kwargs, in_vmaps)
             node = self._encode(encode, value)
             reply = {"op": "value", "value": node, "updates": self._updates(encode)}
-        except StopIteration:
-            reply = {"op": "stop", "updates": self._updates(encode)}
-        except Exception as error:
+        except Exception as error:  # StopIteration among them
             kinds = [f"{k.__module__}:{k.__qualname__}" for k in type(error).__mro__]
-            reply = {"op": "raise", "error": {"kinds": kinds, "words": str(error)[:2000]}, "updates": []}
+            error_there = {"kinds": kinds, "words": str(error)[:2000]}
+            reply = {"op": "raise", "error": error_there, "updates": self._updates(encode)}
         self.channel.send(reply, encode.blobs, self.deadline)
 
 
-def _indices(by_tensor: bool):
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Read what the student's process sent, which no mode of the check sees; what is not well formed ends the question."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        try:
+            yield
+        except _MALFORMED as error:
+            if getattr(error, "remote", False):  # the student's own exception
+                raise
+            raise Gone("protocol", f"{type(error).__name__}: {error}"[-1500:]) from None
+
+
+def _indices(in_vmap: bool):
     """Let `x[i]` read a tensor with a tensor for an index, as it can where FlexAttention calls a mask."""
-    if not by_tensor:
+    if not in_vmap:
         return contextlib.nullcontext()
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 

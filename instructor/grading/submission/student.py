@@ -7,7 +7,6 @@ process reports is data for the checker, which is another process and reads it t
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import os
 import resource
@@ -24,20 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from instructor.grading.sandbox import tampering
 from instructor.grading.sandbox.walls import SCRATCH, address_space
 from instructor.grading.submission.conditions import (
+    MAX_SEEN,
+    describe_mode,
+    describe_watch,
     no_modes,
-    reads_by_tensor,
     sdpa_switches,
     set_conditions,
     uncompiled_flex,
 )
-from instructor.grading.submission.evidence import MAX_SEEN, describe_mode, describe_watch
 from instructor.grading.submission.exceptions import describe_error, nearest_error, words_of
 from instructor.grading.submission.outputs import Outputs, Stream
 from instructor.grading.wire import vmaps
-from instructor.grading.wire.block_masks import BlockMasks
+from instructor.grading.wire.block_masks import block_mask_fields
 from instructor.grading.wire.channel import Channel, Closed, WireError
 from instructor.grading.wire.pickles import StudentDecoder
-from instructor.grading.wire.signatures import Proxy, StepIterator, parameters_of
+from instructor.grading.wire.signatures import Proxy, parameters_of
 from instructor.grading.wire.values import Encoder, tensor_bytes
 from utils.checking import is_answered
 from utils.checking.watching import watch_operations
@@ -65,7 +65,6 @@ class Student:
         self.objects: dict[int, Any] = {}  # objects of this side, by the numbers that the checker has for them
         self.numbers: dict[int, int] = {}  # the address of such an object -> its number
         self.stubs: dict[int, object] = {}  # proxies of the checker's objects, by the checker's numbers
-        self.block_masks = BlockMasks()
         self.tensors: dict[int, torch.Tensor] = {}  # the checker's tensors, as they are here
         self.sent: dict[int, tuple] = {}  # their bytes and places as the checker knows them
 
@@ -99,23 +98,18 @@ class Student:
 
     def do_run(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Run a cell as Jupyter does."""
-        self.watcher.begin(message["cell"])
+        self.watcher.cell = message["cell"]
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
-        result = raised = None
         try:
-            result = self.shell.run_cell(message["source"], store_history=False)
+            self.shell.run_cell(message["source"], store_history=False)
         except BaseException as error:
-            raised = error
-        self.watcher.scan()
-        if raised is not None:
-            outputs.error(type(raised).__name__, words_of(raised), [type(raised).__name__])
-        ok = raised is None and getattr(result, "success", None) is True
+            outputs.error(type(error).__name__, words_of(error), [type(error).__name__])
         with contextlib.suppress(Exception):
             self._keep_descriptor_output(outputs)
         self._end_strays()
         exhausted = exhausted_resource(self.folders, self.memory)
-        return {"op": "ran", "ok": ok, "outputs": outputs.items, "exhausted": exhausted}, []
+        return {"op": "ran", "outputs": outputs.items, "exhausted": exhausted}, []
 
     def _redirect(self, outputs: Outputs) -> None:
         for name in ("stdout", "stderr"):
@@ -138,27 +132,20 @@ class Student:
             os.kill(-1, signal.SIGKILL)  # all processes of this namespace but the first one and this one
 
     def do_file(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Send the bytes of a file that is an answer."""
-        name = os.path.basename(message["name"])
-        try:
-            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError("it is no plain file")
-            data = os.read(descriptor, MAX_FILE + 1)
-            while data and len(data) <= MAX_FILE and (more := os.read(descriptor, MAX_FILE)):
-                data += more
-            os.close(descriptor)
-            if len(data) > MAX_FILE:
-                raise OSError(f"it is larger than {MAX_FILE:,} bytes")
-        except OSError as error:
-            return {"op": "file", "exists": False, "why": str(error)[:200]}, []
-        return {"op": "file", "exists": True}, [data]
+        """Send the bytes of a file that is an answer; none where it is a link or a pipe, too large, or not there."""
+        data = []
+        with contextlib.suppress(OSError):
+            descriptor = os.open(os.path.basename(message["name"]), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "rb") as file:
+                if stat.S_ISREG(os.fstat(descriptor).st_mode) and len(text := file.read(MAX_FILE + 1)) <= MAX_FILE:
+                    data = [text]
+        return {"op": "file"}, data
 
     # ---- values and calls ------------------------------------------------------------------------------------
 
     def do_get(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Send the values of names in the notebook; a new question begins."""
-        self.watcher.begin(message["cell"])
+        self.watcher.cell = message["cell"]
         self._forget()
         return self.do_values(message, blobs)
 
@@ -184,16 +171,8 @@ class Student:
         self.shell.user_ns.update(self._decoder(blobs)(message["values"]))
         return {"op": "replaced"}, []
 
-    def do_runner(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Offer a function of the course that runs a student's text, in a process where no cell of theirs ran."""
-        handle = self._handle(getattr(importlib.import_module(message["module"]), message["name"]))
-        return {"op": "ready", "target": handle[1]["id"]}, []
-
     def do_call(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Call an object of this side, under the modes and vmaps that the checker has on."""
-        for key in message["drop"]:
-            self.tensors.pop(key, None)  # one without numbers (device meta) was not kept
-            self.sent.pop(key, None)
         shown = self.outputs
         with vmaps.leave_levels(), no_modes(), uncompiled_flex():  # a callback may ask in the middle of another call
             try:
@@ -203,8 +182,7 @@ class Student:
                 self._redirect(shown)
 
     def _call(self, message: dict, blobs: list) -> tuple[dict, list]:
-        levels = message["levels"]
-        decode = self._decoder(blobs, levels)
+        decode = self._decoder(blobs)
         self._apply(message["updates"], decode)
         target = message["target"]
         target = self.objects[target] if type(target) is int else decode(target)
@@ -225,16 +203,15 @@ class Student:
                 warnings.simplefilter("ignore")
             filters = list(warnings.filters)
             try:
-                with vmaps.enter_levels(levels):
-                    value = target(*args, **kwargs)
+                value = vmaps.mapped(target, args, kwargs, message["vmaps"])
             except BaseException as error:
                 if type(error) is Closed:
                     raise
                 raised = error
             finally:
-                after, left = sdpa_switches(), list(warnings.filters) != filters
+                left = [sdpa_switches() != conditions["sdpa"], list(warnings.filters) != filters]
         reply: dict = {"op": "raised" if raised is not None else "result"}
-        encode = self._encoder(levels)
+        encode = self._encoder()
         if raised is not None:
             reply["error"] = describe_error(raised)
         else:
@@ -244,7 +221,7 @@ class Student:
             reply["watch"] = describe_watch(watch)
         seen = [describe_mode(mode) for mode in modes if isinstance(mode, TorchDispatchMode)]
         reply["seen"] = seen if sum(map(len, seen)) <= MAX_SEEN else None
-        reply["sdpa"], reply["filters"] = after, left
+        reply["left"] = left
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return reply, encode.blobs
 
@@ -261,12 +238,17 @@ class Student:
         fields["name"] = name[:80] if isinstance(name, str) else ""
         return ["object", {**fields, "parameters": parameters_of(value) if kind == "function" else None}]
 
-    def _encoder(self, levels: vmaps.Levels = ()) -> Encoder:
+    def _encoder(self) -> Encoder:
         keys = {id(tensor): key for key, tensor in self.tensors.items()}
         own = {id(stub): number for number, stub in self.stubs.items()}
 
         def handle(value):
-            return ["own", own[id(value)]] if id(value) in own else self._handle(value)
+            if id(value) in own:
+                return ["own", own[id(value)]]
+            node, parts = self._handle(value), block_mask_fields(value)
+            if parts is not None:
+                node[1] |= {"kind": "block_mask", "parts": {name: encode(part) for name, part in parts.items()}}
+            return node
 
         def shared(tensor):
             if tensor.device.type == "meta" or not tensor.numel():
@@ -277,17 +259,15 @@ class Student:
                     return key, tensor.storage_offset()
             return None
 
-        known, block_mask = (lambda tensor: keys.get(id(tensor))), self.block_masks.name_mask
-        return Encoder(handle, known, levels=levels, shared=shared, block_mask=block_mask)
+        encode = Encoder(handle, lambda tensor: keys.get(id(tensor)), shared)
+        return encode
 
-    def _decoder(self, blobs: list, levels: vmaps.Levels = ()) -> StudentDecoder:
+    def _decoder(self, blobs: list) -> StudentDecoder:
         def keep(key, tensor):
             self.tensors[key] = tensor
             self.sent[key] = _state_of(tensor)
 
-        own, known = self.objects.__getitem__, self.tensors.__getitem__
-        block_mask = self.block_masks.rebuild
-        return StudentDecoder(blobs, self._stub, own, known, keep, levels, block_mask)
+        return StudentDecoder(blobs, self._stub, self.objects.__getitem__, self.tensors.__getitem__, keep)
 
     def _stub(self, fields: dict) -> object:
         """A function or an iterator of the checker, as the student meets it."""
@@ -298,20 +278,25 @@ class Student:
         def ask(args, kwargs, step=False):
             if question != self.question:
                 raise RuntimeError("a function of an earlier question's tests")
-            return self._callback(number, args, kwargs, step)
+            return vmaps.across(lambda *plain: self._callback(number, *plain, step), args, kwargs)
 
         if fields["kind"] == "iterator":
-            self.stubs[number] = StepIterator(lambda: ask((), {}, True))
+
+            def items():
+                with contextlib.suppress(StopIteration):
+                    while True:
+                        yield ask((), {}, True)
+
+            self.stubs[number] = items()
         else:
             self.stubs[number] = Proxy(ask, fields.get("name") or "function", fields.get("parameters"))
         return self.stubs[number]
 
-    def _callback(self, number: int, args: tuple, kwargs: dict, step: bool):
+    def _callback(self, number: int, args: tuple, kwargs: dict, in_vmaps: vmaps.Vmaps, step: bool):
         quiet = torch.utils._python_dispatch._disable_current_modes
-        levels = vmaps.levels_here()
-        message = {"op": "callback", "id": number, "next": step, "levels": levels, "indices": reads_by_tensor()}
-        with vmaps.leave_levels(), torch._C.DisableTorchFunction(), quiet():
-            encode = self._encoder(levels)
+        message = {"op": "callback", "id": number, "next": step, "vmaps": in_vmaps}
+        with torch._C.DisableTorchFunction(), quiet():
+            encode = self._encoder()
             message |= {"args": encode(args), "kwargs": encode(kwargs), "mutated": self._mutations(encode, True)}
             self.channel.send(message, encode.blobs)
         while True:
@@ -319,13 +304,11 @@ class Student:
             if reply["op"] != "call":  # what is called by the student may call the student again
                 break
             self.answer(reply, blobs)
-        with vmaps.leave_levels(), torch._C.DisableTorchFunction(), quiet():
-            decode = self._decoder(blobs, levels)
+        with torch._C.DisableTorchFunction(), quiet():
+            decode = self._decoder(blobs)
             self._apply(reply["updates"], decode)
-            if reply["op"] == "stop":
-                raise StopIteration
             if reply["op"] == "raise":
-                raise nearest_error(reply["error"]["kinds"], reply["error"]["words"], {})
+                raise nearest_error(reply["error"]["kinds"], reply["error"]["words"])
             return decode(reply["value"])
 
     def _mutations(self, encode: Encoder, during: bool = False) -> list:

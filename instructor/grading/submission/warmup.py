@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instructor.grading.submission.outputs import Outputs
-from instructor.grading.submission.records import WarmUp
+from instructor.grading.submission.results import WarmUp
 
 PRELOADED = (  # modules that labs and checks import
     *("matplotlib.pyplot", "matplotlib_inline.backend_inline", "pandas", "transformers", "cloudpickle", "linecache"),

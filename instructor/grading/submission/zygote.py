@@ -1,11 +1,10 @@
 """A warm process: the libraries imported and the lab's setup run once; every submission is graded in forks of it.
 
     worker ── zygote ──┬── checker (trusted, one for each submission; reads the hidden tests)
-                       │      └── warden (trusted; has read nothing)
-                       │             └── walls ── first process of its namespace ── the student's process
+                       └── walls ── first process of its namespace ── the student's process
 
-No hidden test and no other submission may be in the memory of a student's process. So the processes that it descends
-from, the zygote and the warden, never read any: the warden is forked before the checker reads its job.
+No hidden test and no other submission may be in the memory of a student's process. So the zygote, from which it descends,
+never reads any. While a checker works, the zygote is its warden: it starts and ends students' processes as the checker asks.
 
 Run as `python -m instructor.grading.submission.zygote DESCRIPTOR`, with an environment without secrets (`engine` does).
 """
@@ -28,14 +27,14 @@ import sys
 import tempfile
 import threading
 import traceback
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
 from instructor.grading.sandbox import walls
 from instructor.grading.submission import checker
 from instructor.grading.submission.enclosure import Enclosure
-from instructor.grading.submission.records import Job, WarmUp, how_it_ended
+from instructor.grading.submission.results import Job, WarmUp, how_it_ended
 from instructor.grading.submission.warmup import Warm, make_shell, run_setup, warm_up
 from instructor.grading.wire.channel import Channel, Closed
 from utils.kernels.warm_process import ForkedProcess, WarmProcess
@@ -49,7 +48,6 @@ def serve(descriptor: int) -> None:
     os.chdir(options.folder)
     runner = start_runner(options)
     warm, problems = warm_up(options)
-    _keep_no_bytecode()
     gc.collect()
     gc.freeze()  # or else the collector touches, and so copies, the memory of the libraries in every fork
     # Native threads (torch's autograd keeps one) are idle here and hold no lock; Python's could.
@@ -61,11 +59,15 @@ def serve(descriptor: int) -> None:
         _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
         if not descriptors:
             os._exit(0)  # the worker has ended, and there is nothing to tidy up
+        ours, theirs = socket.socketpair()
         if (process := os.fork()) == 0:
             walls.die_with_parent()
             sock.close()
-            _grade(descriptors[0], warm, runner)
-        if status := _wait_for_checker(process, descriptors[0]):
+            ours.close()
+            _grade(descriptors[0], warm, theirs, runner)
+        theirs.close()
+        _be_warden(ours, warm, process, descriptors[0])
+        if status := os.waitpid(process, 0)[1]:
             with contextlib.suppress(Closed):
                 Channel(socket.socket(fileno=os.dup(descriptors[0]))).send(
                     {"op": "crashed", "why": f"its checker {how_it_ended(os.waitstatus_to_exitcode(status))}"}
@@ -73,42 +75,17 @@ def serve(descriptor: int) -> None:
         os.close(descriptors[0])
 
 
-def _wait_for_checker(process: int, descriptor: int) -> int:
-    """Wait until a checker ends, or end it when the worker has closed its channel; returns the checker's status."""
-    watch, ended = select.poll(), os.pidfd_open(process)
-    watch.register(ended, select.POLLIN)
-    watch.register(descriptor, 0)  # only that the other side has closed it
-    if ended not in dict(watch.poll()):
-        os.kill(process, signal.SIGKILL)
-    os.close(ended)
-    return os.waitpid(process, 0)[1]
-
-
-def _keep_no_bytecode() -> None:
-    """Write no more files of bytecode.
-
-    While it warms up, this process writes those of the libraries, without which each start takes many seconds longer.
-    Its forks, in which students' code runs, write none.
-    """
-    sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
-
-
-def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
+def _grade(descriptor: int, warm: Warm, warden: socket.socket, runner: socket.socket | None) -> None:
     """Run the checker's process, from fork to end.
 
     Args:
         descriptor: of the channel to the worker.
         warm: what the warm process has.
+        warden: the socket to the warm process, which starts students' processes.
         runner: the socket to the warden of the process that interprets Triton's kernels; None without Triton.
     """
     try:
         faulthandler.enable()
-        ours, theirs = socket.socketpair()
-        if os.fork() == 0:
-            ours.close()
-            os.close(descriptor)
-            _run_warden(theirs, warm)
-        theirs.close()
         walls.first_to_go()  # a checker that a submission made large ends before anybody else does
         limits = warm.options.limits
         if not limits.gpu:
@@ -117,7 +94,7 @@ def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
         job: Job = pickle.loads(channel.receive()[1][0])
 
         def start(clean: bool = False, interpreting: bool = False) -> checker.StudentProcess:
-            return _ask_for_student(runner if interpreting and runner is not None else ours, clean)
+            return _ask_for_student(runner if interpreting and runner is not None else warden, clean)
 
         try:
             base = warm.base
@@ -177,9 +154,8 @@ def start_runner(options: WarmUp) -> socket.socket | None:
         assert isinstance(interpreter.PROCESS, WarmProcess)
         interpreter.PROCESS = ForkedProcess(interpreter.answer)  # torch and Triton are loaded here already
         shell = make_shell()
-        _keep_no_bytecode()
         gc.freeze()
-        _run_warden(theirs, Warm(options, shell, {}))
+        _be_warden(theirs, Warm(options, shell, {}))
     finally:
         os._exit(1)
 
@@ -191,16 +167,30 @@ WATCH_EVERY = 0.5  # seconds between two looks at the memory of a submission's p
 START, CLEAN, KILL = b"s", b"c", b"k"
 
 
-def _run_warden(sock: socket.socket, warm: Warm) -> NoReturn:
-    """Start and end students' processes on request; this process runs no code of theirs."""
-    walls.die_with_parent()
+def _be_warden(sock: socket.socket, warm: Warm, checker_process: int = 0, worker: int | None = None) -> None:
+    """Start and end students' processes until the checker that asks has ended; this process runs no code of theirs.
+
+    Args:
+        sock: the socket to the checker.
+        warm: what the students' processes inherit.
+        checker_process: the checker, which is ended when the worker closes its channel.
+        worker: descriptor of that channel; None in a process that serves one checker after the other.
+    """
     folders: dict[int, str] = {}
-    limits = warm.options.limits
+    watch = select.poll()
+    watch.register(sock, select.POLLIN)
+    if worker is not None:
+        watch.register(worker, 0)  # only that the other side has closed it
     try:
         while True:
-            while not select.select([sock], [], [], WATCH_EVERY)[0]:
+            events = dict(watch.poll(WATCH_EVERY * 1000))
+            if worker in events:
+                os.kill(checker_process, signal.SIGKILL)
+                break
+            if not events:
                 for process in folders:
-                    _end_if_too_large(process, limits)
+                    _end_if_too_large(process, warm.options.limits)
+                continue
             request, descriptors, _, _ = socket.recv_fds(sock, 5, 2)
             if not request:
                 break
@@ -228,7 +218,7 @@ def _run_warden(sock: socket.socket, warm: Warm) -> NoReturn:
     finally:
         for process, folder in folders.items():
             _kill(process, folder)
-        os._exit(0)
+        sock.close()
 
 
 def _kill(process: int, folder: str) -> None:

@@ -9,10 +9,10 @@ a student's process sends, and needs every check below as well (sizes, depth, ki
 from __future__ import annotations
 
 import json
-import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 MAX_HEADER = 32 << 20  # bytes of JSON in one frame
 MAX_BLOBS = 1 << 30  # bytes of tensors in one frame
@@ -35,7 +35,6 @@ class Channel:
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
-        sock.setblocking(True)
 
     def send(self, message: dict, blobs: list | None = None, deadline: float | None = None) -> None:
         """Send a frame; `deadline` is a time of `time.monotonic`, for the whole frame."""
@@ -50,21 +49,23 @@ class Channel:
     def _write(self, data, deadline: float | None) -> None:
         view = memoryview(data)
         while len(view):
-            if deadline is not None:
-                self._wait(deadline, writing=True)
+            view = view[self._try(self.sock.send, view[: 1 << 18], deadline) :]
+
+    def _try(self, operation: Callable, argument, deadline: float | None):
+        """What an operation on the socket returns before the deadline."""
+        while True:
+            rest = None if deadline is None else deadline - time.monotonic()
+            if rest is not None and rest <= 0:
+                raise TooLate
+            self.sock.settimeout(rest)
             try:
-                sent = self.sock.send(view[: 1 << 18], 0 if deadline is None else socket.MSG_DONTWAIT)
-            except BlockingIOError:
+                return operation(argument)
+            except TimeoutError:
+                raise TooLate from None
+            except BlockingIOError:  # a student's code found the descriptor, and changed it
                 continue
             except OSError as error:
                 raise Closed(str(error)) from None
-            view = view[sent:]
-
-    def _wait(self, deadline: float, writing: bool = False) -> None:
-        rest = deadline - time.monotonic()
-        readers, writers = ([], [self.sock]) if writing else ([self.sock], [])
-        if rest <= 0 or not any(select.select(readers, writers, [], rest)):
-            raise TooLate
 
     def receive(self, deadline: float | None = None) -> tuple[dict, list[bytearray]]:
         """Read the next frame; `deadline` is a time of `time.monotonic`, for the whole frame."""
@@ -87,15 +88,7 @@ class Channel:
     def _read(self, size: int, deadline: float | None) -> bytearray:
         data = bytearray()
         while len(data) < size:  # grows with what arrives, not with what was announced
-            if deadline is not None:
-                self._wait(deadline)
-            try:
-                piece = self.sock.recv(min(size - len(data), 1 << 20))
-            except BlockingIOError:  # a student's code found the descriptor
-                self.sock.setblocking(True)
-                continue
-            except OSError as error:
-                raise Closed(str(error)) from None
+            piece = self._try(self.sock.recv, min(size - len(data), 1 << 20), deadline)
             if not piece:
                 raise Closed("the other side closed the channel")
             data += piece

@@ -1,6 +1,6 @@
 """What the checker sends to a student's process: a pickle, since whatever a check hands over is no secret.
 
-Tensors, BlockMasks, functions and iterators are nodes in it, as `values` has them. A function of the check stays with
+Tensors, functions and iterators are nodes in it, as `values` has them. A function of the check stays with
 the check and is called from afar. Those that the other side can import are named, and those that a check marks
 (`by_value` in `utils.checking`) travel by their code: a profiler or a FLOP counter of the student's would see nothing of
 a call from afar. A marked function holds no expected value, since a student can read what travels.
@@ -19,7 +19,6 @@ import cloudpickle
 import torch
 
 import instructor.checks
-from instructor.grading.wire.block_masks import block_mask_fields
 from instructor.grading.wire.channel import WireError
 from instructor.grading.wire.values import Decoder, Encoder
 
@@ -56,8 +55,6 @@ class CheckEncoder(Encoder):
             return self._tensor(part)
         if isinstance(part, torch.nn.Module):  # with its weights; hooks of the check stay
             return self._pickled(part, self._function)
-        if self.block_mask is not None and (fields := block_mask_fields(part)) is not None:
-            return ["block_mask", *self.block_mask(part), [[name, self(value)] for name, value in fields.items()]]
         return self._function(part)
 
     def _function(self, part) -> list | None:

@@ -39,19 +39,6 @@ def _signature(parameters: object) -> inspect.Signature | None:
         return None
 
 
-class StepIterator:
-    """An iterator of another process: `step()` takes its next item there."""
-
-    def __init__(self, step: Callable[[], object]) -> None:
-        self._step = step
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return self._step()
-
-
 class Proxy:
     """Hands its arguments to `call(args, kwargs)`, and none of the defaults.
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 import collections
 import fractions
 import math
-import sys
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from instructor.grading.wire import vmaps
-from instructor.grading.wire.block_masks import block_mask_fields
 from instructor.grading.wire.channel import MAX_BLOBS, WireError
 
 _from_buffer = torch.frombuffer  # the original: the checker's watch replaces it while a check runs
@@ -62,21 +59,11 @@ class Encoder:
         handle: encodes an object that cannot travel as a number; None refuses such objects.
         known: gives the number of a tensor that the other side has already; for a new tensor [its number], or None if
             it needs none.
-        levels: the vmaps that the values stem from.
         shared: gives [number, offset] of a tensor that the other side has and in whose memory this tensor lies, or None.
-        block_mask: gives a BlockMask its name, ["own" or "theirs", number]; None refuses BlockMasks.
     """
 
-    def __init__(
-        self,
-        handle: Callable | None = None,
-        known: Callable | None = None,
-        levels: vmaps.Levels = (),
-        shared: Callable | None = None,
-        block_mask: Callable | None = None,
-    ):
-        self.handle, self.known = handle, known
-        self.levels, self.shared, self.block_mask = levels, shared, block_mask
+    def __init__(self, handle: Callable | None = None, known: Callable | None = None, shared: Callable | None = None):
+        self.handle, self.known, self.shared = handle, known, shared
         self.blobs: list = []
         self.nodes = 0
 
@@ -105,10 +92,6 @@ class Encoder:
             return ["device", str(value)]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if self.block_mask is not None and (fields := block_mask_fields(value)) is not None:
-            return ["block_mask", *self.block_mask(value), [[k, self(v, depth + 1)] for k, v in fields.items()]]
-        if (series := _series(value)) is not None:
-            return ["series", *(self(part, depth + 1) for part in series)]
         if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
             plain = np.ascontiguousarray(value)
             is_scalar = isinstance(value, np.generic)
@@ -129,14 +112,8 @@ class Encoder:
 
     def _tensor(self, tensor: torch.Tensor) -> list:
         with torch._C.DisableTorchFunctionSubclass():
-            try:
-                tensor, dims = vmaps.unwrap(tensor)
-            except vmaps.NotVmap as error:
-                raise WireError(str(error)) from None
-            if dims:
-                if dims[-1][0] > len(self.levels):
-                    raise WireError("a tensor of a vmap that has ended cannot travel")
-                return ["batched", self._tensor(tensor), dims]
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                raise WireError("a tensor of torch.vmap or torch.func cannot travel in a list")
             tensor = self._plain(tensor)
             key = self.known(tensor) if self.known else None
             if isinstance(key, int):
@@ -156,37 +133,21 @@ class Encoder:
             return ["tensor", {**fields, "data": None if meta else self._blob(tensor_bytes(tensor))}]
 
 
-# How the value of a subclass is read, past whatever methods the subclass has of its own.
-_READ: dict[type, Callable] = {
-    int: int.__int__,
-    float: float.__float__,
-    str: str.__str__,
-    dict: lambda value: dict(dict.items(value)),
-    list: lambda value: [*list.__iter__(value)],
-    tuple: lambda value: (*tuple.__iter__(value),),
-    set: lambda value: {*set.__iter__(value)},
-    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
-}
-
-
 def _plain_value(value):
     """The number, text or container in an instance of a subclass, such as an IntEnum's member; None for anything else.
 
     A check asks `isinstance`, and so takes a dict whose class gives its items as attributes.
     """
-    return next((read(value) for base, read in _READ.items() if base in type(value).__mro__), None)
-
-
-def _is_table(value) -> bool:
-    pandas = sys.modules.get("pandas")
-    return pandas is not None and type(value) in (getattr(pandas, "Series", None), getattr(pandas, "DataFrame", None))
-
-
-def _series(value) -> tuple | None:
-    """The parts of a pandas Series of plain values; None for anything else. No check takes a DataFrame from a student."""
-    if not _is_table(value) or hasattr(value, "columns") or value.index.nlevels > 1 or value.size > MAX_NODES // 4:
-        return None
-    return value.tolist(), value.index.tolist(), value.name
+    # Read past the methods of the subclass, which may look up something else: `dict.copy` and not `value.copy`.
+    readers = {
+        int: int.__int__,
+        float: float.__float__,
+        str: str.__str__,
+        dict: lambda value: dict(dict.items(value)),
+        list: list.copy,
+    }
+    readers |= {tuple: lambda value: tuple.__add__((), value), set: set.copy, frozenset: frozenset.union}
+    return next((read(value) for base, read in readers.items() if base in type(value).__mro__), None)
 
 
 class Decoder:
@@ -200,8 +161,6 @@ class Decoder:
         own: gives the object of this side that has a number.
         known: gives the tensor that has a number.
         keep: is called with (number, tensor) for each tensor that the other side gave a number.
-        levels: the vmaps that the values stem from.
-        block_mask: gives the BlockMask for (whose, number, fields); None refuses BlockMasks.
     """
 
     def __init__(
@@ -211,11 +170,8 @@ class Decoder:
         own: Callable | None = None,
         known: Callable | None = None,
         keep: Callable | None = None,
-        levels: vmaps.Levels = (),
-        block_mask: Callable | None = None,
     ):
         self.blobs, self.handle, self.own, self.known, self.keep = blobs, handle, own, known, keep
-        self.levels, self.block_mask = levels, block_mask
         self.nodes = self.taken = 0
         self.used: set[int] = set()  # bytes that a value was made of: a second value of them would take memory again
 
@@ -320,33 +276,14 @@ class Decoder:
             raise WireError("a view reaches beyond its tensor")
         return whole.as_strided(shape, stride, whole.storage_offset() + offset)
 
-    def _read_batched(self, depth, node, dims):
-        tensor = self(node, depth)
-        if not isinstance(tensor, torch.Tensor) or type(dims) is not list or len(dims) > vmaps.MAX_LEVELS:
-            raise WireError("a value under vmap that is no tensor")
-        return vmaps.wrap(tensor, dims, self.levels)
-
-    def _read_block_mask(self, depth, whose, number, fields):
-        values = {_exactly(k, str): self(v, depth) for k, v in _exactly(fields, list)}
-        if self.block_mask is None or whose not in ("own", "theirs"):
-            raise WireError("a BlockMask where none is taken")
-        return self.block_mask(whose, _exactly(number, int), values)
-
-    def _read_series(self, depth, values, index, name):
-        import pandas
-
-        values, index = self(values, depth), self(index, depth)
-        if type(values) is not list or type(index) is not list or len(values) != len(index):
-            raise WireError("a column whose index has another length")
-        return pandas.Series(values, index=index, name=self(name, depth), dtype=None if values else object)
-
     def _read_own(self, depth, number):
         return self.own(_exactly(number, int))
 
     def _read_object(self, depth, fields):
         if self.handle is None or not isinstance(fields, dict):
             raise WireError("an object where only data is taken")
-        return self.handle(fields)
+        parts = {k: self(v, depth) for k, v in _exactly(fields.get("parts", {}), dict).items()}
+        return self.handle({**fields, "parts": parts})
 
 
 def _exactly(value, kind: type):

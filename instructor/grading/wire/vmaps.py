@@ -1,100 +1,72 @@
-"""Tensors under `torch.vmap`, across processes: the plain tensor travels, with the dimension of each level.
+"""Functions under `torch.vmap`, across processes: plain tensors travel, and the dimensions along which each vmap maps them.
 
 A mask or score modifier is called under one vmap for each of its indices, and its arguments are wrapped tensors without
-memory of their own. Here they are unwrapped, sent with the levels that they were wrapped at, and wrapped again on the
-other side, where the same levels are entered before the function runs. So the function meets what it would meet in the
-process of its caller: control flow that depends on data fails there as it fails here.
+memory of their own. `across` unwraps them, and wraps the result again; the other side calls the function by `mapped`, under
+the same vmaps. So the function meets what it would meet in the process of its caller: control flow that depends on data
+fails there as it fails here.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C import _functorch
-from torch._functorch.pyfunctorch import VmapInterpreter, temporarily_clear_interpreter_stack
-from torch._functorch.vmap import lazy_load_decompositions
+from torch._functorch.pyfunctorch import VmapInterpreter
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as leave_levels
+from torch.utils._pytree import tree_map_only
+
+from instructor.grading.wire.channel import WireError
 
 MAX_LEVELS = 16
-MAX_BATCH = 1 << 31
-RANDOMNESS = ("error", "same", "different")
-Levels = Sequence  # [[size, randomness], ...], the outermost first
+Vmaps = Sequence  # [[a dimension or None for each argument, randomness], ...] of each vmap, the outermost first
 
 
-class NotVmap(Exception):
-    """A transformation other than vmap (grad, jvp) is on: its tensors do not travel."""
-
-
-def levels_here() -> Levels:
-    """The vmaps that this thread is under."""
-    found = []
-    for interpreter in _functorch.get_interpreter_stack() or ():
-        if interpreter.key() != _functorch.TransformType.Vmap:
-            raise NotVmap(f"torch.func's {interpreter.key().name.lower()} is on")
-        vmap = VmapInterpreter(interpreter)
-        found.append([vmap.batch_size(), vmap.randomness()])
-    return found
-
-
-@contextlib.contextmanager
-def leave_levels() -> Iterator[None]:
-    """Leave all vmaps for the time of a `with` block."""
-    if _functorch.peek_interpreter_stack() is None:
-        yield
-        return
-    with temporarily_clear_interpreter_stack():
-        yield
-
-
-@contextlib.contextmanager
-def enter_levels(levels: Levels) -> Iterator[None]:
-    """Enter exactly these vmaps for the time of a `with` block."""
-    if levels:
-        lazy_load_decompositions()  # as torch.vmap does: some operators have no other rule
+def across(call: Callable, args: tuple, kwargs: dict):
+    """Return `call(args, kwargs, vmaps)` with plain tensors, made outside of this thread's vmaps, and its result inside of them."""
+    levels = [(number, level) for number, level in enumerate(_functorch.get_interpreter_stack() or (), 1)]
+    if any(level.key() != _functorch.TransformType.Vmap for _, level in levels):
+        raise WireError("a function under a transformation of torch.func other than vmap cannot travel")
+    unwrapped = [_unwrap(value) for value in (*args, *kwargs.values())]
+    plain, vmaps, mapped_at = [value for value, _ in unwrapped], [], []
+    for number, level in levels:
+        dims = [found.get(number) for _, found in unwrapped]
+        if any(dim is not None for dim in dims):
+            vmaps.append([dims, VmapInterpreter(level).randomness()])
+            mapped_at.append((number, VmapInterpreter(level).batch_size()))
     with leave_levels():
-        depth = 0
-        try:
-            for size, randomness in levels:
-                _functorch._vmap_increment_nesting(size, randomness)
-                depth += 1
-            yield
-        finally:
-            for _ in range(depth):
-                _functorch._vmap_decrement_nesting()
+        result = call(tuple(plain[: len(args)]), dict(zip(kwargs, plain[len(args) :], strict=True)), vmaps)
+    with torch._C.DisableTorchFunction():
+        return tree_map_only(torch.Tensor, lambda tensor: _wrap(tensor, mapped_at), result)
 
 
-def expect_levels(levels: object) -> Levels:
-    """Return levels that came from another process; `ValueError` if they are not well formed."""
-    if type(levels) is not list or len(levels) > MAX_LEVELS:
-        raise ValueError("the levels of vmap are no short list")
-    for level in levels:
-        size, randomness = level
-        if type(level) is not list or type(size) is not int or not 0 <= size < MAX_BATCH:
-            raise ValueError("a level of vmap has no size")
-        if randomness not in RANDOMNESS:
-            raise ValueError("a level of vmap has no randomness")
-    return levels
+def mapped(function: Callable, args: tuple, kwargs: dict, vmaps: Vmaps):
+    """Call a function under vmaps that `across` described; they may be forged."""
+
+    def call(*values):
+        return function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+    call.__name__ = str(getattr(function, "__name__", "answer"))  # torch's errors name it
+    if len(vmaps) > MAX_LEVELS:
+        raise WireError("a call under too many vmaps")
+    for dims, randomness in reversed(vmaps):
+        call = torch.vmap(call, in_dims=tuple(dims), randomness=randomness)
+    return call(*args, *kwargs.values())
 
 
-def unwrap(tensor: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
-    """The plain tensor, and [level, dimension] of each vmap that it is wrapped at, the outermost first."""
-    found = []
-    while _functorch.is_batchedtensor(tensor):
-        found.append([_functorch.maybe_get_level(tensor), _functorch.maybe_get_bdim(tensor)])
-        tensor = _functorch.get_unwrapped(tensor)
-    if _functorch.is_functorch_wrapped_tensor(tensor):
-        raise NotVmap("a tensor of torch.func cannot travel")
-    return tensor, found[::-1]
+def _unwrap(value: object) -> tuple[object, dict[int, int]]:
+    """The plain value, and {level: dimension} of each vmap that maps it."""
+    dims = {}
+    while isinstance(value, torch.Tensor) and _functorch.is_batchedtensor(value):
+        dims[_functorch.maybe_get_level(value)] = _functorch.maybe_get_bdim(value)
+        value = _functorch.get_unwrapped(value)
+    return value, dims
 
 
-def wrap(tensor: torch.Tensor, dims: list[list[int]], levels: Levels) -> torch.Tensor:
-    """Undo `unwrap`; `ValueError` where `dims` contradict the tensor or the levels."""
-    last = 0
-    for level, dim in dims:
-        if type(level) is not int or not last < level <= len(levels):
-            raise ValueError("a tensor is wrapped at a level of vmap that is not there")
-        if type(dim) is not int or not 0 <= dim < tensor.dim() or tensor.shape[dim] != levels[level - 1][0]:
-            raise ValueError("a tensor is wrapped along a dimension that does not fit its level of vmap")
-        tensor, last = _functorch._add_batch_dim(tensor, dim, level), level
+def _wrap(tensor: torch.Tensor, levels: list[tuple[int, int]]) -> torch.Tensor:
+    """A tensor whose first dimensions are those of the vmaps (number, size), inside of them."""
+    if list(tensor.shape[: len(levels)]) != [size for _, size in levels]:
+        raise WireError("a result of another size than its vmap's")
+    for number, _ in levels:
+        tensor = _functorch._add_batch_dim(tensor, 0, number)
     return tensor

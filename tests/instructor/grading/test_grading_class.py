@@ -281,7 +281,7 @@ def test_gpus_are_asked_for_and_there_are_none(grade_again, scheduler):
     said = grade_again("--gpu")
     assert said.exit_code == 2 and "--gpu needs an NVIDIA GPU" in said.output and "torch" in said.output
     said = grade_again("--gpu", "--scheduler", scheduler)
-    assert said.exit_code == 2 and "none of the 2" in said.output and "--resources GPU=1" in said.output
+    assert said.exit_code == 2 and "none of the 2 workers" in said.output and "--resources GPU=1" in said.output
 
 
 @contextmanager
@@ -342,7 +342,7 @@ def test_the_last_worker_goes_and_then_the_scheduler(monkeypatch):
     with threads(0) as address:
         client = Client(address, set_as_default=False)
         future = client.submit(os.getpid)
-        with pytest.raises(cluster.GradingError, match="no worker is left"):
+        with pytest.raises(cluster.GradingError, match="there is no worker"):
             list(cluster._in_order_of_end(client, [future], gpu=False))
     monkeypatch.setattr(cluster, "ABSENT", 60)
     with pytest.raises(cluster.GradingError, match="connection to the scheduler is lost"):

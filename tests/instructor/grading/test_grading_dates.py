@@ -1,10 +1,12 @@
 """Dates as instructors write them, and the flags and notes that a person reads."""
 
+import json
+import os
+
 import pytest
 
 from instructor.grading.class_.dates import read_date, time_zone
 from instructor.grading.formgrader import with_notes
-from instructor.grading.sandbox.tampering import Sign
 from instructor.grading.submission.exceptions import explain
 from instructor.grading.submission.flags import Flags
 from instructor.grading.submission.harmless import with_policy
@@ -40,7 +42,7 @@ def test_a_zone_that_does_not_exist_is_refused():
 
 
 def test_many_changes_of_a_notebook_are_one_flag():
-    flags = Flags()
+    flags = Flags([])
     for number in range(25):
         flags.add(f"q1_{number}", "structure", f"the points of q1_{number}_tests were changed")
     (flag,) = flags.as_tuple()
@@ -48,11 +50,14 @@ def test_many_changes_of_a_notebook_are_one_flag():
 
 
 def test_only_attempts_at_the_channel_the_memory_or_the_walls_are_serious():
-    flags = Flags()
-    flags.signs = [Sign("q1_1", "hooks", "IPython's run_cell was replaced"), Sign("q1_1", "memory", "ctypes.string_at")]
-    flags.add_signs([])
+    flags = Flags([])
+    read, write = os.pipe()
+    for kind in ("other", "memory", "memory"):
+        os.write(write, json.dumps({"cell": "", "kind": kind, "detail": "ctypes.string_at"}).encode() + b"\n")
+    flags.read_signs(read, "q1_1_tests")  # the other end is still open, as in a process that a student left behind
+    os.close(write)
     assert flags.serious("q1_1") == ["memory"] and flags.serious("q1_2") == []
-    assert {flag.kind for flag in flags.as_tuple()} == {"hooks", "memory"}
+    assert [(flag.question, flag.kind) for flag in flags.as_tuple()] == [("q1_1", "other"), ("q1_1", "memory")]
 
 
 def test_sys_exit_is_told_as_a_call_that_ends_a_program():

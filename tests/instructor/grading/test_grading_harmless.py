@@ -12,11 +12,13 @@ from PIL import Image
 
 from instructor.grading.submission.harmless import (
     MAX_ATTACHED,
+    MAX_CELL,
     for_terminal,
     harmless_attachments,
     harmless_latex,
     harmless_markdown,
     is_picture,
+    shortened,
     with_policy,
 )
 from instructor.grading.submission.outputs import MAX_IMAGE, MAX_IMAGES, Outputs, clean_outputs, output_size
@@ -119,7 +121,9 @@ def test_honest_prose_stays_as_it_is(text):
 
 def test_prose_that_nbconvert_would_take_minutes_for_is_cut(exporter):
     began = time.process_time()
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(harmless_markdown("[" * 120_000))])
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_markdown_cell(harmless_markdown(shortened("[" * 120_000, MAX_CELL)))]
+    )
     exporter.from_notebook_node(notebook)
     assert time.process_time() - began < 5
 

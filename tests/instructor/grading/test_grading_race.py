@@ -8,7 +8,6 @@ import torch
 
 from instructor.grading.race import compiling
 from instructor.grading.race.compiling import Kernel, Refused, read_file, read_machine_code
-from instructor.grading.race.judge import expect_right, new_call
 from instructor.grading.race.problem import (
     LONG,
     SIMULATED,
@@ -25,9 +24,11 @@ from instructor.grading.race.race import (
     Result,
     Time,
     entry_of_notebook,
+    expect_right,
     in_order,
     lines_of,
     model_answer,
+    new_call,
     race_class,
     table,
     write_results,
@@ -45,7 +46,7 @@ GPU_ONLY = ("asm", "inline_asm", "float8")
 def simulated(text: str, *shapes) -> str:
     """Run a file in the simulator, in this process, and return why it is refused; "" if it is not."""
     machine = Simulator()
-    machine.load({"load": "entry", "source": text})
+    machine.load({"load": "entry", "source": text}, [])
     for shape in shapes:
         call = new_call("entry", shape)
         try:

@@ -9,33 +9,24 @@ import sys
 import time
 import types
 
-import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, _get_mod_type, create_block_mask, create_mask, flex_attention
 
 from instructor.grading.submission.beside import put_behind_walls
-from instructor.grading.submission.evidence import update_mode
+from instructor.grading.submission.conditions import update_mode
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.student import Student
-from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import rebuild_block_mask
 from instructor.grading.wire.channel import Channel, WireError
 from instructor.grading.wire.signatures import Proxy, parameters_of
-from instructor.grading.wire.values import Decoder, Encoder
+from instructor.grading.wire.values import Decoder
 from utils.attention.masks import dense_mask
 from utils.attention.masks.score_mods import modify_scores
 from utils.checking import SizeWatch, watch_operations
 from utils.checking.labs.lab4_sdpa.common import Attentions
 from utils.checking.masks import count_arguments
-
-
-class _Flags:
-    """A watcher that notes nothing."""
-
-    def __getattr__(self, name):
-        return lambda *args: None
 
 
 @pytest.fixture
@@ -50,7 +41,7 @@ def across():
             try:
                 ours.close()
                 shell = types.SimpleNamespace(user_ns=functions, outputs=None)
-                Student(Channel(theirs), shell, _Flags()).serve()
+                Student(Channel(theirs), shell, types.SimpleNamespace(cell="")).serve()
             finally:
                 os._exit(1)
         theirs.close()
@@ -172,10 +163,8 @@ def test_forged_data_of_a_mode_are_refused(text):
 
 def test_tensors_of_calls_under_vmap_do_not_pile_up(across):
     mod, remote = across(mod=MODS["causal"])
-    for _ in range(20):
-        dense_mask(mod, 4, 4)
+    dense_mask(mod, 4, 4)
     assert not remote.tensors and not remote.keys
-    assert len(remote.dropped) < 10
 
 
 def test_other_transformations_do_not_travel(across):
@@ -196,7 +185,7 @@ def test_block_masks_travel_both_ways_and_stay_the_same_object(across):
     def visible(block_mask):
         zero = torch.tensor(0)
         assert int(block_mask.kv_num_blocks.sum()) and block_mask.seq_lengths == (8, 8)
-        return block_mask.mask_mod(zero, zero, torch.arange(8)[:, None], torch.arange(8)), block_mask
+        return block_mask.mask_mod(zero, zero, torch.arange(8)[:, None], torch.arange(8))
 
     prepare_, visible_, _ = across(prepare=prepare, visible=visible)
     given, asked = [], []
@@ -212,8 +201,7 @@ def test_block_masks_travel_both_ways_and_stay_the_same_object(across):
     assert type(given[0]) is BlockMask and given[0] is given[1] and given[0].mask_mod is mod and len(asked) == 1
     ours = create_block_mask(mod, None, None, 8, 8, device="cpu", BLOCK_SIZE=4)
     assert torch.equal(given[0].to_dense(), ours.to_dense())
-    seen, back = visible_(ours)
-    assert torch.equal(seen, torch.ones(8, 8, dtype=torch.bool).tril()) and back is ours
+    assert torch.equal(visible_(ours), torch.ones(8, 8, dtype=torch.bool).tril())
 
 
 def test_eager_flex_attention_of_the_student_calls_the_checks_masks(across):
@@ -254,24 +242,6 @@ def test_forged_block_masks_are_refused(values):
 
 
 @pytest.mark.parametrize(
-    "dims", [[[3, 0]], [[1, 2]], [[1, -1]], [[2, 0], [1, 0]], [[1, 1]], [[1.0, 0]], [[1, 0]] * 20, "x", [[1]]]
-)
-def test_forged_levels_of_results_are_refused(dims):
-    encode = Encoder()
-    node = encode(torch.zeros(4, 5))
-    with pytest.raises(WireError):
-        Decoder([bytearray(b) for b in encode.blobs], levels=[[4, "error"], [5, "error"]])(["batched", node, dims])
-
-
-@pytest.mark.parametrize(
-    "levels", [None, [[3]], [["3", "error"]], [[-1, "error"]], [[3, "often"]], [[1 << 40, "same"]], [[1, "same"]] * 99]
-)
-def test_forged_levels_of_a_callback_are_refused(levels):
-    with pytest.raises((ValueError, TypeError)):
-        vmaps.expect_levels(levels)
-
-
-@pytest.mark.parametrize(
     "view", [[1, [4], [1], 20], [1, [2, 2], [1], 0], [1, [2], [-1], 4], [1, [2], [1], -1], [1, [2], [12], 0]]
 )
 def test_forged_views_are_refused(view):
@@ -282,12 +252,11 @@ def test_forged_views_are_refused(view):
 @pytest.mark.parametrize(
     "change",
     [
-        {"value": ["batched", ["own", 0], [[1, 0]]]},
+        {"value": ["tensor", {"dtype": "bool", "shape": [], "stride": None, "device": "meta", "grad": False}]},
         {"value": ["known", 99]},
         {"mutated": [[99, None]]},
-        {"value": ["block_mask", "own", 5, []]},
-        {"op": "callback", "id": 0, "levels": [[1, "x"]]},
-        {"op": "callback", "id": 0, "levels": [], "mutated": [], "args": ["tuple", []], "kwargs": ["dict", []]},
+        {"value": ["object", {"id": 5, "kind": "block_mask", "parts": {"mask_mod": None}}]},
+        {"op": "callback", "id": 0, "vmaps": [], "mutated": [], "args": ["tuple", []], "kwargs": ["dict", []]},
     ],
 )
 def test_a_forged_reply_under_vmap_ends_the_question_and_not_the_run(change):
@@ -360,16 +329,32 @@ def test_forged_parameters_make_a_function_of_anything(said):
 
 
 def test_views_of_the_checks_tensors_stay_views(across):
-    view, copy, column, _ = across(
-        view=lambda x: (x[1:, ::2].T, x), copy=lambda x: x[1:].clone(), column=lambda s: (s * 2).sort_index()
-    )
+    view, copy, _ = across(view=lambda x: (x[1:, ::2].T, x), copy=lambda x: x[1:].clone())
     x = torch.arange(12.0).reshape(3, 4)
     part, whole = view(x)
     assert whole is x and torch.equal(part, x[1:, ::2].T) and part.stride() == x[1:, ::2].T.stride()
     assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     assert copy(x).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    got = column(pd.Series([1.5, 2.5], index=[7, 3], name="ms"))
-    pd.testing.assert_series_equal(got, pd.Series([5.0, 3.0], index=[3, 7], name="ms"))
+
+
+def test_the_items_of_a_checks_iterator_come_one_after_the_other(across):
+    taken = []
+
+    def arriving():
+        for number in range(3):
+            taken.append(torch.full((2,), float(number)))
+            yield taken[-1]
+            taken[-1].fill_(-1.0)
+
+    keep, seen, _ = across(
+        keep=lambda items: (next(items).clone(), [float(item[0]) for item in items], list(items)),
+        seen=lambda items: list(items),
+    )
+    first, others, rest = keep(arriving())
+    assert first.tolist() == [0, 0] and others == [1, 2] and rest == [] and len(taken) == 3
+    assert [item.tolist() for item in seen(arriving())] == [
+        [-1, -1]
+    ] * 3  # as in one process: they are the check's tensors
 
 
 def test_a_check_may_replace_an_earlier_answer(across):

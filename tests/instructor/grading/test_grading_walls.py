@@ -22,9 +22,8 @@ from instructor.grading.submission import checker
 from instructor.grading.submission.engine import calibrate, grade_notebook, setup_cells, zygote
 from instructor.grading.submission.library import ANSWERS
 from instructor.grading.submission.plan import make_plan, names_taken, plan_tests, used_names
-from instructor.grading.submission.records import how_it_ended
 from instructor.grading.submission.remote import Gone
-from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult
+from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult, how_it_ended
 from instructor.points import lab_path
 
 PROBES = """

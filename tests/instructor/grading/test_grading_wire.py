@@ -11,7 +11,6 @@ import time
 import types
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -85,12 +84,6 @@ def test_special_values_arrive():
         arrived = travelled(value)
         assert repr(arrived) == repr(value) or arrived == value, value
     assert travelled(torch.empty(3, device="meta")).device.type == "meta"
-
-
-def test_tables_arrive():
-    columns = {"kind": ["a", None], "ms": [1.5, float("nan")], "n": [3, 4], "ok": [True, False]}
-    for _, column in pd.DataFrame(columns, index=[7, 2]).items():
-        pd.testing.assert_series_equal(travelled(column), column)
 
 
 class Lying(torch.Tensor):
@@ -175,13 +168,7 @@ BYTES = [bytearray(8)]
         *(["function", 0, ["dict", []]], ["module", "os"]),
         ["fraction", 1, 0],
         ["device", "nothing:0"],
-        ["batched", 1, []],
         ["view", 1, [1], [1], 0],
-        ["series", 1, ["list", []], None],
-        ["series", ["list", [1]], ["list", []], None],
-        ["frame", ["list", []], 1, ["list", []]],
-        ["frame", ["list", [["list", []]]], ["list", []], ["list", []]],
-        ["block_mask", "theirs", 0, []],
         *(
             [
                 "tensor",
@@ -267,7 +254,6 @@ def test_an_error_that_derives_from_nothing_known_is_no_way_out():
         "kinds": ["builtins:KeyboardInterrupt", "builtins:BaseException", "os:system"],
         "words": "x",
         "lines": [],
-        "state": {},
         "raised_there": False,
     }
     assert isinstance(error_with_lines(said), Exception)
