@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from utils.attention.gluon.decode.plan import MERGE_WIDTH
-from utils.attention.gluon.decode.work import Cache, blocks_before, count_blocks, split_evenly
+from utils.attention.gluon.decode.work import Cache, count_blocks, deal, grains_before
 from utils.attention.gluon.shared import MINUS_INF, aggregate
 from utils.kernels.early_launch import wait_for_launch_before
 
@@ -169,17 +169,15 @@ def attention_decode_merge(
     flat = gl.program_id(0)
     b = flat // heads
     head = flat - b * heads
-    blocks = count_blocks(sk, sq, left, block_n)
-    total = batch * blocks
-    before = b * blocks
+    split = deal(lens_ptr, lengths, batch, heads, sk, sq, left, block_n, 0, programs)
+    grains = gl.cdiv(count_blocks(sk, sq, left, block_n), split.grain)
+    before = b * grains
     if lengths > 0:
-        total = blocks_before(lens_ptr, batch, sq, left, block_n)
-        before = blocks_before(lens_ptr, b, sq, left, block_n)
-        blocks = count_blocks(gl.load(lens_ptr + b), sq, left, block_n)
-    split = split_evenly(total * heads, gl.to_tensor(1), programs)
-    begin = before * heads + head * blocks
+        before = grains_before(lens_ptr, b, sq, left, block_n, split.grain)
+        grains = gl.cdiv(count_blocks(gl.load(lens_ptr + b), sq, left, block_n), split.grain)
+    begin = before * heads + head * grains
     first = split.owner(begin)
-    count = split.owner(begin + blocks - 1) - first + 1
+    count = split.owner(begin + grains - 1) - first + 1
     wait_for_launch_before()
     if count > 1:
         row_of_tile = (head % tiles) * columns

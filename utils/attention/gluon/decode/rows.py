@@ -44,7 +44,7 @@ def producer(share, q_desc, k_desc, v_desc, KEYS: gl.constexpr, VALUES: gl.const
     cursor = share.start
     piece = gl.to_tensor(0)
     numbers = page_numbers(cache, cursor)
-    for i in range(share.end - share.begin):
+    for i in range(share.count):
         if (cursor.j == 0) | (i == 0):
             if KEYS:
                 share.q.wait_empty(piece)
@@ -68,14 +68,12 @@ def consumer(share, W: gl.constexpr):
     PLAN: gl.constexpr = share.PLAN
     BLOCK_D: gl.constexpr = PLAN.block_d
     ROW: gl.constexpr = 64 * W
-    program = gl.program_id(0)
     cursor = share.start
-    unit = share.begin
     it = gl.to_tensor(0)
     piece = gl.to_tensor(0)
     row = gl.to_tensor(ROW)
-    while unit < share.end:
-        n = gl.minimum(cursor.blocks - cursor.j, share.end - unit)
+    while it < share.count:
+        n = gl.minimum(cursor.blocks - cursor.j, share.count - it)
         share.q.wait_full(piece)  # the first product reads Q
         q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
         p, state = first_block(share, Block(it, cursor, cursor.j, row), q)
@@ -98,18 +96,17 @@ def consumer(share, W: gl.constexpr):
             o = o * spread((inverse(sums[0][2]), inverse(sums[1][2])), o)
             results.store_whole(cursor, o.to(results.out_ptr.dtype.element_ty), ROW, 0)
         else:
-            part = 2 * program + (share.split.owner(unit - cursor.j) == program).to(gl.int32)
+            part = 2 * gl.program_id(0) + (cursor.j == 0).to(gl.int32)
             for half in gl.static_range(2):
                 rows, m, total = sums[half]
                 results.store_sums(part, rows, m, total)
             results.store_part(cursor, part, o, ROW, 0)
-        unit += n
         piece += 1
         cursor = cache.advance(cursor.at_last())
 
 
 @gluon.jit
-def start_roles(results, split, q_desc, k_desc, v_desc, program):
+def start_roles(results, start, count, q_desc, k_desc, v_desc):
     """Allocate rings and barriers, and start the roles."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
@@ -119,8 +116,7 @@ def start_roles(results, split, q_desc, k_desc, v_desc, program):
     v = allocate_ring(v_desc, PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
     # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
     fence_async_shared()
-    begin = split.begin(program)
-    share = Share(results, split, begin, split.begin(program + 1), cache.locate(begin), q, k, v, PLAN)
+    share = Share(results, start, count, q, k, v, PLAN)
     # The first role has four warps and the registers that are left by the others. A producer that looks up pages needs 40;
     # ptxas spills them in 24.
     if PLAN.producers == 2:
@@ -147,7 +143,6 @@ def start_roles(results, split, q_desc, k_desc, v_desc, program):
 @gluon.jit
 def attend_rows(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     """One program: its share of the blocks of all heads."""
-    split = results.cache.split(whole)
-    program = gl.program_id(0)
-    if program < split.programs:
-        start_roles(results, split, q_desc, k_desc, v_desc, program)
+    start, count = results.cache.start(whole)
+    if start.b < results.cache.batch:
+        start_roles(results, start, count, q_desc, k_desc, v_desc)
