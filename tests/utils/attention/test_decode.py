@@ -285,6 +285,34 @@ def draw_call(sizes, filled, dtype=torch.bfloat16):
     return torch.randn(batch, heads, sq, head_dim).to(dtype), k, v, lengths, table
 
 
+def test_every_block_has_one_program_and_heads_cut_by_themselves_are_hardly_longer():
+    pytest.importorskip("triton", reason="the simulator needs Triton for the language; there are wheels for Linux only")
+    from tests.utils.attention.decode_kernels import deal_blocks
+    from utils import gluon_cpu
+
+    cut = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        batch, heads, programs = rng.choice((1, 2, 3, 5, 9, 140)), rng.choice((1, 2, 3, 8)), rng.choice((5, 66, 132))
+        keys, lengths = rng.choice((40, 700, 5000, 40000)), seed % 2
+        filled = [rng.randint(0, keys) if lengths else keys for _ in range(batch)]
+        out, lens = torch.zeros(3, dtype=torch.int32), torch.tensor(filled, dtype=torch.int32)
+        with gluon_cpu.simulate():
+            deal_blocks[(1,)](out, lens, lengths, batch, heads, keys, programs, num_warps=4)
+        share, extra, grain = out.tolist()
+        blocks = [max(1, -(-n // 128)) for n in filled]
+        grains = heads * sum(-(-n // grain) for n in blocks)
+        least = heads * sum(blocks) / programs
+        if grain > 1:
+            cut += 1
+            assert (share, extra) == (1, 0) and grains <= programs and grain < 1.07 * least + 3
+        elif share > 1 or extra:
+            assert share * min(programs, grains) + extra == grains
+        else:
+            assert grains <= programs
+    assert 15 < cut < 45
+
+
 @pytest.mark.parametrize(
     ("kind", "width", "sizes", "filled", "options"),
     [pytest.param(*case, id=name, marks=[pytest.mark.slow] if "140" in name else []) for name, case in CASES.items()],

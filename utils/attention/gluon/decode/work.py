@@ -87,7 +87,7 @@ def deal(lens_ptr, lengths, batch, heads, sk, sq, left, block_n, whole, programs
         # With this a sequence of n blocks has fewer than n / piece + 1 pieces, and all have `mine` at most.
         piece = gl.cdiv(total - batch, gl.maximum(mine - batch, 1))
     piece = gl.maximum(piece, 1)
-    least = gl.cdiv(total, gl.maximum(mine, 1))
+    least = gl.cdiv(total * heads, programs)
     cut = (whole == 0) & (mine >= batch + lengths) & (piece <= least + least // LONGER + 1)
     grain = gl.where(whole > 0, each, gl.where(cut, piece, 1))
     grains = heads * gl.where(whole > 0, batch, total)
