@@ -136,7 +136,7 @@ def start_roles(results, start, count, q_desc, k_desc, v_desc):
         gl.warp_specialize(
             [(consumer, (share, 0)), (consumer, (share, 1)), (producer, (share, q_desc, k_desc, v_desc, True, True))],
             [4, 1],
-            [232, 40],
+            [168, 40] if PLAN.block_n == 64 else [232, 40],
         )
 
 
