@@ -235,6 +235,7 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
             q = q_ring.index(piece % 2).reshape([PLAN.columns, PLAN.block_d])
             way = KeysAsRows(cache, q, p_tile)
             o, m, total, loads = attend_head(way, cursor, (n, done, count), (ring, full, k_desc, v_desc), loads)
+            results.store_ends(cursor, n)
             if n == cursor.blocks:
                 results.store_whole(cursor, o * inverse(total)[None, :], 0, 1)
             else:

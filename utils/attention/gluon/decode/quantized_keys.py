@@ -233,6 +233,7 @@ def attend_keys(results, cursor, count, q_desc, k_desc, v_desc, scales_ptr):
 
         total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
         o = o * v_scale
+        results.store_ends(cursor, n)
         if n == cursor.blocks:
             results.store_whole(cursor, in_order(o * inverse(total)[None, :]), 0, 1)
         else:

@@ -92,6 +92,7 @@ def consumer(share, W: gl.constexpr):
         sums = row_sums(state, ROW)
         o = wait_products(pv, 0, BLOCK_D)  # the output's registers are read next, and V's slot is released
         share.v.release(it - 1)
+        results.store_ends(cursor, n)
         if n == cursor.blocks:
             o = o * spread((inverse(sums[0][2]), inverse(sums[1][2])), o)
             results.store_whole(cursor, o.to(results.out_ptr.dtype.element_ty), ROW, 0)

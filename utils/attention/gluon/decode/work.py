@@ -39,11 +39,11 @@ def grains_of_chunk(lens_ptr, begin, batch, sq, left, block_n, grain):
 
 
 @gluon.jit
-def grains_before(lens_ptr, sequences, sq, left, block_n, grain):
-    """Sum of the grains, of one head each, of the first `sequences` sequences."""
+def all_blocks(lens_ptr, batch, sq, left, block_n):
+    """Sum of the blocks, of one head each, of all sequences."""
     total = gl.to_tensor(0)
-    for begin in range(0, sequences, CHUNK):
-        total += gl.sum(grains_of_chunk(lens_ptr, begin, sequences, sq, left, block_n, grain), 0)
+    for begin in range(0, batch, CHUNK):
+        total += gl.sum(grains_of_chunk(lens_ptr, begin, batch, sq, left, block_n, 1), 0)
     return total
 
 
@@ -68,12 +68,6 @@ class Split:
         """First grain of a program."""
         return program * self.share + gl.minimum(program, self.extra)
 
-    @gluon.jit
-    def owner(self, number):
-        """The program that reads grain `number`."""
-        long = self.extra * (self.share + 1)
-        return gl.where(number < long, number // (self.share + 1), self.extra + (number - long) // self.share)
-
 
 @gluon.jit
 def deal(lens_ptr, lengths, batch, heads, sk, sq, left, block_n, whole, programs):
@@ -83,7 +77,7 @@ def deal(lens_ptr, lengths, batch, heads, sk, sq, left, block_n, whole, programs
     mine = programs // heads  # of a head of all sequences
     piece = gl.cdiv(each, gl.maximum(mine // batch, 1))
     if lengths > 0:
-        total = grains_before(lens_ptr, batch, sq, left, block_n, 1)
+        total = all_blocks(lens_ptr, batch, sq, left, block_n)
         # With this a sequence of n blocks has fewer than n / piece + 1 pieces, and all have `mine` at most.
         piece = gl.cdiv(total - batch, gl.maximum(mine - batch, 1))
     piece = gl.maximum(piece, 1)
