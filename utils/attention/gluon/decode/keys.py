@@ -13,7 +13,7 @@ A program's warps meet at a barrier before that anyway, for the maxima over the 
     block       keys                                    256                   128                 64
     ring        tiles of K and V in turn                4                     4                   6
     pipeline    the next block's scores are computed during this block's softmax
-    programs    one an SM; of a large cache with whole heads for each, as many as heads
+    programs    one an SM
 
 Measured against the other libraries: docs/kernels/decode.md, assets/results/h200/decode.json.
 """

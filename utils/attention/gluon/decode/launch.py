@@ -157,7 +157,7 @@ class Launch:
         ends = 2 * found.programs * plan.columns * (plan.block_d + 2)
         self.merge_sizes: tuple = found.tiles, rows, plan.columns, plan.block_d.bit_length() - 1, head_dim, ends
         self.merge_sizes += (scale * LOG2_E,)
-        self.merge_shape = merge_shape(found.programs, batch * heads)
+        self.merge_shape = merge_shape(found.programs // (batch * heads))
         pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_WIDTH * 128 // self.merge_shape[1]))
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
         self.parts = ends + 2 * batch * heads if found.merged else 0

@@ -8,11 +8,11 @@ program reads which keys, the parts, and the merge are the same as there.
 
     part         what                                            head dim 64      128              256
     consumers    warpgroups x 64 query rows                      1 or 2           1 or 2           1
-    block        keys                                            128              128              64
-    rings        slots of K and V                                4+4              2+2              2+2
+    block        keys                                            128              128, or 64       64
+    rings        slots of K and V                                4+4              2+2, or 4+4      2+2
     queries      two tiles of Q
-    producer     one warp: TMA copies of Q, K and V; with pages of fewer than 64 tokens one for K and one for V
-    programs     one an SM; of a large cache with whole heads for each, as many as heads
+    producer     one warp: TMA copies of Q, K and V
+    programs     one an SM
 
 Measured against the other libraries: docs/kernels/decode.md, assets/results/h200/decode.json.
 """
@@ -38,24 +38,22 @@ def load_tile(ring, i, descriptor, cache, cursor, numbers):
 
 
 @gluon.jit
-def producer(share, q_desc, k_desc, v_desc, KEYS: gl.constexpr, VALUES: gl.constexpr):
-    """One warp: keep the rings of Q and K (KEYS), and of V (VALUES), full, across heads."""
+def producer(share, q_desc, k_desc, v_desc):
+    """One warp: keep the rings of Q, K and V full, across heads."""
     cache = share.results.cache
     cursor = share.start
     piece = gl.to_tensor(0)
     numbers = page_numbers(cache, cursor)
     for i in range(share.count):
         if (cursor.j == 0) | (i == 0):
-            if KEYS:
-                share.q.wait_empty(piece)
-                slot = share.q.slot(piece)
-                tile, full = share.q.tiles.index(slot), share.q.full.index(slot)
-                load_queries(q_desc, cache, cursor.b, cursor.head, tile, full, True)
+            share.q.wait_empty(piece)
+            slot = share.q.slot(piece)
+            load_queries(
+                q_desc, cache, cursor.b, cursor.head, share.q.tiles.index(slot), share.q.full.index(slot), True
+            )
             piece += 1
-        if KEYS:
-            load_tile(share.k, i, k_desc, cache, cursor, numbers)
-        if VALUES:
-            load_tile(share.v, i, v_desc, cache, cursor, numbers)
+        load_tile(share.k, i, k_desc, cache, cursor, numbers)
+        load_tile(share.v, i, v_desc, cache, cursor, numbers)
         cursor = cache.advance(cursor)
         numbers = page_numbers(cache, cursor)
 
@@ -120,24 +118,14 @@ def start_roles(results, start, count, q_desc, k_desc, v_desc):
     share = Share(results, start, count, q, k, v, PLAN)
     # The first role has four warps and the registers that are left by the others. A producer that looks up pages needs 40;
     # ptxas spills them in 24.
-    if PLAN.producers == 2:
-        gl.warp_specialize(
-            [
-                (consumer, (share, 0)),
-                (producer, (share, q_desc, k_desc, v_desc, True, False)),
-                (producer, (share, q_desc, k_desc, v_desc, False, True)),
-            ],
-            [1, 1],
-            [40, 40],
-        )
-    elif CONSUMERS == 1:
-        gl.warp_specialize([(consumer, (share, 0)), (producer, (share, q_desc, k_desc, v_desc, True, True))], [1], [40])
+    if CONSUMERS == 1:
+        gl.warp_specialize([(consumer, (share, 0)), (producer, (share, q_desc, k_desc, v_desc))], [1], [40])
     else:
         gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
-            [(consumer, (share, 0)), (consumer, (share, 1)), (producer, (share, q_desc, k_desc, v_desc, True, True))],
+            [(consumer, (share, 0)), (consumer, (share, 1)), (producer, (share, q_desc, k_desc, v_desc))],
             [4, 1],
-            [168, 40] if PLAN.block_n == 64 else [232, 40],
+            [168, 40],
         )
 
 
