@@ -58,12 +58,6 @@ def test_wrong_scales_are_named(scales, error, says):
         attention_decode(torch.randn(2, 4, 1, 16), k, k, kv_scales=scales)
 
 
-def test_a_full_cache_is_plain_attention():
-    q, k, v = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16)
-    expected = decode_reference(q, k, v)
-    assert relative_error(attention_decode(q, k, v), expected) < 1e-5
-
-
 def test_a_layer_step_takes_the_kernel_by_itself_only_in_a_graph_on_a_hopper_gpu(monkeypatch):
     from types import SimpleNamespace
 
@@ -200,7 +194,6 @@ def test_what_is_chosen_fits_the_call():
         (Shape(128, 8, 8, 1, 1024, 128), 132, 0, True),
         (Shape(24, 8, 4, 1, 2048, 128), 132, 0, False),
         (Shape(4, 8, 4, 1, 8192, 128, page=64, lengths=True), 256, 16 // 2, False),  # 64 programs a sequence
-        (Shape(4, 8, 4, 1, 8192, 128, lengths=True), 132, 0, False),
     ],
     ids=str,
 )
@@ -349,10 +342,8 @@ def check_drawn(seed: int, monkeypatch) -> tuple:
     torch.manual_seed(seed)
     group, sq = rng.choice((1, 2, 3, 4, 5, 8, 16, 24)), rng.choice((1, 1, 1, 2, 3, 5, 8, 11, 16))
     kv_heads = rng.choice((1, 2, 3)) if group < 8 else 1
-    head_dim, keys = (
-        rng.choice((64, 64, 128, 128, 256, 72, 80, 40)),
-        rng.choice((16, 40, 64, 65, 128, 129, 200, 257, 400)),
-    )
+    head_dim = rng.choice((64, 64, 128, 128, 256, 72, 80, 40))
+    keys = rng.choice((16, 40, 64, 65, 128, 129, 200, 257, 400))
     batch, page = rng.choice((1, 2, 3, 5)) if kv_heads * keys < 500 else 1, rng.choice((None, None, None, *PAGES))
     window, causal = rng.choice((0, 0, 1, 17, 64, 100, 300, 2**31 - 1)), rng.random() < 0.7
     fp8 = rng.random() < 0.25 and not head_dim % 16
