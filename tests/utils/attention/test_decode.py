@@ -110,7 +110,7 @@ MISTAKES = {
     "heads that do not fit": ({"q": torch.randn(2, 3, 1, 16)}, ValueError, "multiple"),
     "a gradient": ({"q": torch.randn(2, 4, 1, 16, requires_grad=True)}, ValueError, "backward"),
     "scales of a cache that is not fp8": ({"kv_scales": torch.ones(2, 2)}, TypeError, r"they are torch\.float32 and"),
-    "a typo": ({"seqlen": torch.tensor([3, 4])}, TypeError, "seqlens"),
+    "a typo": ({"seqlen": torch.tensor([3, 4])}, TypeError, "seqlen"),
 }
 
 
