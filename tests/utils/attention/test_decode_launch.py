@@ -158,7 +158,7 @@ def test_a_kept_launch_gets_the_tensors_of_this_call(launched):
     assert launched.pop(0) == "compiled" and len(launched) == 4
     (first, sizes), (merge, merge_sizes) = launched[-2:]
     assert all(x is y for x, y in zip((*first[:4], first[5]), (q, k, v, out, lengths), strict=True))
-    assert merge == first[3:6] and sizes[-2] == merge_sizes[-1] == 128**-0.5 * LOG2_E
+    assert merge == first[3:5] and sizes[-2] == merge_sizes[-1] == 128**-0.5 * LOG2_E
 
 
 def test_arguments_that_differ_find_other_launches(launched):

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from utils.attention.gluon.shared import MINUS_INF, tma_load
+from utils.attention.gluon.shared import MINUS_INF, keep_columns, tma_load
 
 
 @gluon.jit
@@ -111,14 +111,17 @@ def mask_block(s, cache, cursor, j, first_row, KEYS: gl.constexpr):
     PLAN: gl.constexpr = cache.PLAN
     ROWS: gl.constexpr = 1 - KEYS
     layout: gl.constexpr = s.type.layout
-    key = (cursor.first + j) * PLAN.block_n + gl.arange(0, s.shape[KEYS], gl.SliceLayout(ROWS, layout))
     row = (cursor.head % cache.tiles) * PLAN.columns + first_row
     row += gl.arange(0, s.shape[ROWS], gl.SliceLayout(KEYS, layout))
-    position = cursor.length - cache.sq + row % cache.sq
-    last = gl.minimum(position + cache.right, cursor.length - 1)
-    key = gl.expand_dims(key, ROWS)
-    keep = (key <= gl.expand_dims(last, KEYS)) & (key > gl.expand_dims(position - cache.left, KEYS))
-    return gl.where(keep, s, MINUS_INF)
+    position = cursor.length - cache.sq + row % cache.sq - (cursor.first + j) * PLAN.block_n
+    behind = gl.minimum(position + cache.right + 1, cursor.length - (cursor.first + j) * PLAN.block_n)
+    first = position - cache.left + 1
+    if KEYS == 1:
+        s = keep_columns(s, first, behind)
+    else:
+        key = gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))[:, None]
+        s = gl.where((key >= first[None, :]) & (key < behind[None, :]), s, MINUS_INF)
+    return s
 
 
 @gluon.jit

@@ -69,6 +69,6 @@ def attention_decode(
         c,
         PLAN,
     )
-    results = Results(out_ptr, parts_ptr, in_eights(head_dim), cache)
+    results = Results(out_ptr, parts_ptr, in_eights(head_dim), whole, cache)
     let_next_launch_begin()
     ATTEND(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr)

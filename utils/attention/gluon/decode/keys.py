@@ -13,7 +13,7 @@ A program's warps meet at a barrier before that anyway, for the maxima over the 
     block       keys                                    256                   128                 64
     ring        tiles of K and V in turn                4                     4                   6
     pipeline    the next block's scores are computed during this block's softmax
-    programs    one an SM; of a large cache with whole heads for each, as many as heads
+    programs    one an SM
 
 Measured against the other libraries: docs/kernels/decode.md, assets/results/h200/decode.json.
 """
@@ -191,11 +191,8 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     SLOTS: gl.constexpr = PLAN.slots
     dtype: gl.constexpr = k_desc.dtype
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(PLAN.columns))
-    split = cache.split(whole)
-    program = gl.program_id(0)
-    begin = split.begin(program)
-    count = split.begin(program + 1) - begin
-    if program < split.programs:
+    cursor, count = cache.start(whole)
+    if cursor.b < cache.batch:
         ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
         full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         q_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, PLAN.columns, PLAN.block_d], q_desc.layout)
@@ -214,7 +211,6 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
         fence_async_shared()
         thread_barrier()
 
-        cursor = cache.locate(begin)
         copy_queries(q_desc, cache, cursor.b, cursor.head, q_ring.index(0), q_full.index(0), True)
         following = cursor
         pages = page_numbers(cache, following)
@@ -239,10 +235,11 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
             q = q_ring.index(piece % 2).reshape([PLAN.columns, PLAN.block_d])
             way = KeysAsRows(cache, q, p_tile)
             o, m, total, loads = attend_head(way, cursor, (n, done, count), (ring, full, k_desc, v_desc), loads)
+            results.store_ends(cursor, n)
             if n == cursor.blocks:
                 results.store_whole(cursor, o * inverse(total)[None, :], 0, 1)
             else:
-                part = 2 * program + (split.owner(begin + done - cursor.j) == program).to(gl.int32)
+                part = 2 * gl.program_id(0) + (cursor.j == 0).to(gl.int32)
                 results.store_sums(part, gl.arange(0, PLAN.columns, columns), m, total)
                 results.store_part(cursor, part, o, 0, 1)
             done += n

@@ -154,12 +154,13 @@ class Launch:
         self.sizes: tuple = stride, batch, kv_heads, rows, sq, keys, left, right, int(lengths), page_bits, pages
         self.sizes += found.tiles, head_dim, int(found.whole), max(found.parts.bit_length() - 1, 0)
         self.sizes += scale * LOG2_E, policy_of(found.hint)
-        self.merge_sizes: tuple = batch, heads, found.tiles, rows, sq, keys, left, int(lengths), found.programs
-        self.merge_sizes += plan.block_n, plan.columns, plan.block_d, head_dim, scale * LOG2_E
-        self.merge_shape = merge_shape(found.programs, batch * heads)
+        ends = 2 * found.programs * plan.columns * (plan.block_d + 2)
+        self.merge_sizes: tuple = found.tiles, rows, plan.columns, plan.block_d.bit_length() - 1, head_dim, ends
+        self.merge_sizes += (scale * LOG2_E,)
+        self.merge_shape = merge_shape(found.programs // (batch * heads))
         pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_WIDTH * 128 // self.merge_shape[1]))
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
-        self.parts = 2 * found.programs * plan.columns * (plan.block_d + 2) if found.merged else 0
+        self.parts = ends + 2 * batch * heads if found.merged else 0
         self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
         # The query rows of a head of keys, new tokens after new tokens of each query head, have one distance.
         rows_apart = shape.group == 1 or sq == 1 or q.stride(1) == sq * q.stride(2)
@@ -184,7 +185,7 @@ class Launch:
                 return out
         self.handles[0](q, k, v, out, parts, lens, table, factors)
         if self.parts:
-            self.handles[1](out, parts, lens)
+            self.handles[1](out, parts)
         return out
 
     def _compile(self, q, k, v, memory: tuple) -> None:
@@ -213,7 +214,7 @@ class Launch:
         if self.parts:
             options = {"num_warps": 4, "launch_pdl": True}
             rest = (*self.merge_sizes, *self.merge_shape)
-            kernels.append((attention_decode_merge, self.merge_grid, memory[:3], rest, options))
+            kernels.append((attention_decode_merge, self.merge_grid, memory[:2], rest, options))
         if self.device.type != "cuda":
             for kernel, grid, tensors, rest, options in kernels:
                 kernel[grid](*tensors, *rest, **options)

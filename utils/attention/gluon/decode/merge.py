@@ -4,7 +4,9 @@ A part is an unnormalized output (columns x BLOCK_D, fp32) with the maximum and 
 of the maxima, out = sum_i 2^(c (m_i - m)) o_i / sum_i 2^(c (m_i - m)) total_i.
 
 A program has two parts at most: of the head in which it begins (part 2 p) and of the one in which it ends (2 p + 1). The
-maxima and sums of a part stand before its output.
+maxima and sums of a part stand before its output. Behind all parts stand, for each head, the first and the last program that
+read it, so that the second launch need not know how blocks were dealt out: it often begins with its instructions still in
+memory, and waits for each eight of them.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -13,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from utils.attention.gluon.decode.plan import MERGE_WIDTH
-from utils.attention.gluon.decode.work import Cache, blocks_before, count_blocks, split_evenly
+from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.shared import MINUS_INF, aggregate
 from utils.kernels.early_launch import wait_for_launch_before
 
@@ -39,6 +41,7 @@ class Results:
     out_ptr: gl.tensor
     parts_ptr: gl.tensor
     head_dim: gl.tensor
+    whole: gl.tensor  # 1: programs take whole heads, and there is no second launch
     cache: Cache
 
     @gluon.jit
@@ -58,6 +61,16 @@ class Results:
         at, exists = self.places(cursor.b, cursor.head, row)
         keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
         gl.store(self.out_ptr + gl.expand_dims(at, 1 - ROWS) + d, o.to(self.out_ptr.dtype.element_ty), mask=keep)
+
+    @gluon.jit
+    def store_ends(self, cursor, n):
+        """Store that this program reads a head's first block, or its last, with the n blocks from the cursor on."""
+        cache = self.cache
+        parts = 2 * gl.num_programs(0) * (cache.PLAN.columns * (cache.PLAN.block_d + 2))
+        ends = self.parts_ptr + parts + 2 * (cursor.b * cache.heads + cursor.head)
+        program = gl.program_id(0).to(gl.float32)
+        gl.store(ends, program, mask=(self.whole == 0) & (cursor.j == 0))
+        gl.store(ends + 1, program, mask=(self.whole == 0) & (cursor.j + n == cursor.blocks))
 
     @gluon.jit
     def store_sums(self, part, row, m, total):
@@ -88,7 +101,7 @@ def piece_layout(held, over_parts, warps):
 
 
 @gluon.jit
-def add_piece(results, first, count, piece, columns, block_d, HELD: gl.constexpr, OVER_PARTS: gl.constexpr):
+def add_piece(results, first, count, piece, columns, d_bits, HELD: gl.constexpr, OVER_PARTS: gl.constexpr):
     """Add up some numbers of a head, neighbours of a row, over the parts of `count` programs.
 
     results: pointers, scale, and where the head's rows begin and how many there are. A thread holds WIDTH neighbours of
@@ -101,8 +114,9 @@ def add_piece(results, first, count, piece, columns, block_d, HELD: gl.constexpr
     result: gl.constexpr = gl.SliceLayout(0, layout)
     out_ptr, parts_ptr, c, above, rows, head_dim = results
     at = (piece * LANES + gl.arange(0, LANES, gl.SliceLayout(0, sums))) * WIDTH
-    column = at // block_d
-    d = at % block_d
+    block_d = 1 << d_bits
+    column = at >> d_bits
+    d = at & (block_d - 1)
     exists = (column < rows) & (d < head_dim)
     split = gl.arange(0, PARTS, gl.SliceLayout(1, sums))
     width = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
@@ -136,57 +150,23 @@ def add_piece(results, first, count, piece, columns, block_d, HELD: gl.constexpr
     gl.store(out, o.to(out_ptr.dtype.element_ty), mask=keep[:, None])
 
 
-SIZES = ["batch", "heads", "tiles", "rows", "sq", "sk", "left", "lengths"]
-SIZES += ["programs", "block_n", "columns", "block_d", "head_dim"]
-
-
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr"])
+@gluon.jit(do_not_specialize=["tiles", "rows", "columns", "d_bits", "head_dim", "ends"])
 def attention_decode_merge(
-    out_ptr,
-    parts_ptr,
-    lens_ptr,
-    batch,
-    heads,
-    tiles,
-    rows,
-    sq,
-    sk,
-    left,
-    lengths,
-    programs,
-    block_n,
-    columns,
-    block_d,
-    head_dim,
-    c,
-    HELD: gl.constexpr,
-    OVER_PARTS: gl.constexpr,
+    out_ptr, parts_ptr, tiles, rows, columns, d_bits, head_dim, ends, c, HELD: gl.constexpr, OVER_PARTS: gl.constexpr
 ):
     """The second launch, the same for all tiles: grid (heads of all sequences, programs that share a head's merge).
 
-    HELD: parts that a thread holds at once. OVER_PARTS: warps that take other parts of a head, one to four.
+    ends: where behind the parts the heads' first and last programs stand. HELD: parts that a thread holds at once. OVER_PARTS:
+    warps that take other parts of a head, one to four.
     """
-    flat = gl.program_id(0)
-    b = flat // heads
-    head = flat - b * heads
-    blocks = count_blocks(sk, sq, left, block_n)
-    total = batch * blocks
-    before = b * blocks
-    if lengths > 0:
-        total = blocks_before(lens_ptr, batch, sq, left, block_n)
-        before = blocks_before(lens_ptr, b, sq, left, block_n)
-        blocks = count_blocks(gl.load(lens_ptr + b), sq, left, block_n)
-    split = split_evenly(total * heads, gl.to_tensor(1), programs)
-    begin = before * heads + head * blocks
-    first = split.owner(begin)
-    count = split.owner(begin + blocks - 1) - first + 1
+    head = gl.program_id(0)
+    row_of_tile = (head % tiles) * columns
+    mine = gl.minimum(rows - row_of_tile, columns)
+    results = out_ptr, parts_ptr, c, head // tiles * rows + row_of_tile, mine, head_dim
     wait_for_launch_before()
+    first = gl.load(parts_ptr + ends + 2 * head, cache_modifier=".cg").to(gl.int32)
+    count = gl.load(parts_ptr + ends + 2 * head + 1, cache_modifier=".cg").to(gl.int32) - first + 1
     if count > 1:
-        row_of_tile = (head % tiles) * columns
-        mine = gl.minimum(rows - row_of_tile, columns)
-        above = (b * (heads // tiles) + head // tiles) * rows + row_of_tile
-        results = out_ptr, parts_ptr, c, above, mine, head_dim
-        for piece in range(
-            gl.program_id(1), gl.cdiv(mine * block_d, 32 * gl.num_warps() // OVER_PARTS * WIDTH), gl.num_programs(1)
-        ):
-            add_piece(results, first, count, piece, columns, block_d, HELD, OVER_PARTS)
+        pieces = gl.cdiv(mine << d_bits, 32 * gl.num_warps() // OVER_PARTS * WIDTH)
+        for piece in range(gl.program_id(1), pieces, gl.num_programs(1)):
+            add_piece(results, first, count, piece, columns, d_bits, HELD, OVER_PARTS)

@@ -22,14 +22,11 @@ MERGE_PROGRAMS = 2048  # of the second launch, about
 ONE_PIECE = 30  # as the logarithm of a page's tokens: the cache is not in pages
 
 MANY_ROWS = 16  # query rows up to which keys are the rows of the products
-# Of keys and values: where it is faster that they leave the L2 first, by up to 2 us. With 4 to 12 MB it gains 0.3 us at most, with
-# 268 MB nothing, and from half a gigabyte on it is slower.
-HINT_BYTES = 16 << 20, 192 << 20
+# Of keys and values: up to here it is faster that they leave the L2 first, by up to 2 us. From half a gigabyte on it is slower.
+HINT_BYTES = 300 << 20
 # Heads times bytes of keys and values up to which half of the SMs read: more parts of a head take longer to add up than to read.
-# With more bytes three quarters read one or two heads. Either gains 3 to 10% of the calls between.
+# That gains 5 to 28% of the calls that were timed.
 HALF_BYTES = 40_000_000
-LARGE_BYTES = 250_000_000  # of keys and values, from which a program for each whole head is faster than as many as SMs
-LONG_HEADS = 4096  # keys of a head, from which that is so
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
@@ -62,11 +59,6 @@ class Plan:
     fp8: bool = False  # the cache is in e4m3 (`quantized_keys.py`)
 
     @property
-    def producers(self) -> int:
-        """Warps that load where query rows are the rows: two where a block has many pages to look up."""
-        return 2 if self.consumers == 1 and self.box < SMALL_PAGE else 1
-
-    @property
     def numbers_at(self) -> int:
         """Where in a program's inbox the slices of the output begin: behind a maximum and a sum of each row and program."""
         return 8 * MOST_PARTS * self.columns
@@ -80,10 +72,11 @@ class Plan:
     def options(self) -> dict:
         """Triton's options of the launch.
 
-        With one consumer the block has eight warps with their padding, and Triton would ask for 256 registers a thread,
-        which no instruction can name; ptxas then ignores the number that the roles' own requests build on.
+        Roles share a program's registers among themselves. With one consumer they are so few that a program of the merge finds
+        room on the SM and waits there with its first instructions loaded: 4% over nine calls. For 256 columns ptxas needs 168.
         """
-        return {"num_warps": 4} | ({"maxnreg": 240} if self.consumers == 1 and not self.cluster else {})
+        most = 128 if self.consumers == 2 else 168 if self.block_d == 256 else 144
+        return {"num_warps": 4} | ({"maxnreg": most} if self.consumers and not self.cluster else {})
 
     @property
     def shared_bytes(self) -> int:
@@ -98,6 +91,7 @@ class Plan:
 # where each program reads long heads; more slots are 1 to 2% slower from 250 MB on.
 KEYS = {64: (256, 4), 128: (128, 4), 256: (64, 6)}
 ROWS = {64: (128, 8), 128: (128, 4), 256: (64, 4)}
+TWO_ROWS = {64: (128, 8), 128: (64, 8)}  # with two consumers: 1.03 times as fast as blocks of 128 keys over ten calls
 CLUSTERS = {64: (128, 8), 128: (128, 6)}
 # Head dimension, columns, keys, slots. A block of 128 keys and 64 columns do not fit into the registers of a thread.
 FP8 = (
@@ -113,7 +107,7 @@ FP8 = (
 TILES: dict[tuple, Plan] = {
     **{("keys", d): Plan(d, n, MANY_ROWS, slots, box=min(n, 128)) for d, (n, slots) in KEYS.items()},
     **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1) for d, (n, slots) in ROWS.items()},
-    **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in ROWS.items() if d < 256},
+    **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in TWO_ROWS.items()},
     **{("cluster", d): Plan(d, n, 8, slots, box=128, cluster=True) for d, (n, slots) in CLUSTERS.items()},
     ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, box=128, cluster=True),
     ("cluster of a sequence", 128): Plan(128, 64, 8, 4, per_sm=2, cluster=True),
@@ -198,20 +192,9 @@ def takes_whole_heads(heads: int, blocks: int, programs: int) -> bool:
     return rounds * programs <= 1.04 * heads or blocks == 1 or 0.7 * programs <= heads <= programs
 
 
-def even_programs(heads: int, multiprocessors: int) -> int:
-    """As many programs as share heads of equal lengths evenly, or take as many of them each, if that wastes less than 5%."""
-    found = range(multiprocessors, int(0.95 * multiprocessors), -1)
-    return next((n for n in found if n % heads == 0 or heads % n == 0), multiprocessors)
-
-
-def merge_shape(programs: int, heads: int) -> tuple[int, int]:
-    """Choose how many parts a thread of the merge holds, and how many of its warps take other parts of a head.
-
-    At once they take a few more parts than a head has. Many more cost registers and time, fewer another turn.
-    """
-    if programs <= 12 * heads:
-        return (4, 1) if programs <= 4 * heads else (16, 1)
-    return (16, 2) if programs <= 24 * heads else (16, 4)
+def merge_shape(parts: int) -> tuple[int, int]:
+    """Choose how many parts of a head a thread of the merge holds, and how many of its warps take other parts of it."""
+    return 16, 1 if parts <= 16 else 2
 
 
 def cluster_parts(shape: Shape, multiprocessors: int) -> int:
@@ -277,8 +260,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
         plan = choose_tile(shape)
     if 0 < shape.page < plan.box:
         plan = replace(plan, box=SMALL_PAGE if shape.page == SMALL_PAGE else 16)  # pages of 32 tokens come as two boxes
-    hint = not (shape.window or shape.fp8 or (shape.page and not parts))
-    hint = hint and HINT_BYTES[0] <= shape.bytes <= HINT_BYTES[1]
+    hint = not (shape.window or shape.fp8) and shape.bytes <= HINT_BYTES
     if parts:
         return Arrangement(plan, heads * parts, parts=parts, hint=hint)
     tiles = -(-shape.rows // plan.columns)
@@ -287,10 +269,5 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
     whole = not shape.lengths and takes_whole_heads(heads, blocks, places)
     few = heads * shape.bytes <= HALF_BYTES and not shape.fp8
-    share = 1 / 2 if few else 3 / 4 if heads <= 2 and not shape.fp8 else 1  # of the SMs
-    programs = even_programs(heads, max(1, int(share * places)))
-    if whole:
-        # They drift apart, and so some read while others begin and end. Short heads are loaded before others end.
-        drift = shape.bytes >= LARGE_BYTES and shape.seen >= LONG_HEADS
-        programs = heads if drift else min(heads, places)
+    programs = min(heads, places) if whole else max(1, places // 2 if few else places)
     return Arrangement(plan, programs, tiles, whole=whole, hint=hint)

@@ -147,7 +147,7 @@ def load_blocks(k_desc, v_desc, cache, cursor, numbers, i, k_ring, v_ring, full,
 
 
 @gluon.jit
-def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
+def attend_keys(results, cursor, count, q_desc, k_desc, v_desc, scales_ptr):
     """The blocks of one program: load, convert, multiply, and store each head or its part."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
@@ -173,9 +173,6 @@ def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
     fence_async_shared()
     thread_barrier()
 
-    begin = split.begin(program)
-    count = split.begin(program + 1) - begin
-    cursor = cache.locate(begin)
     load_queries(q_desc, cache, cursor.b, cursor.head, q_raw, q_full, True)
     ahead = cursor  # the block to load next
     numbers = page_numbers(cache, ahead)
@@ -236,11 +233,11 @@ def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
 
         total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
         o = o * v_scale
+        results.store_ends(cursor, n)
         if n == cursor.blocks:
             results.store_whole(cursor, in_order(o * inverse(total)[None, :]), 0, 1)
         else:
-            unit = begin + done
-            part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
+            part = 2 * gl.program_id(0) + (cursor.j == 0).to(gl.int32)
             results.store_sums(part, gl.arange(0, COLUMNS, columns), m, total)
             results.store_part(cursor, part, in_order(o), 0, 1)
         done += n
@@ -252,7 +249,6 @@ def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
 @gluon.jit
 def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     """One program: its share of the blocks of all heads."""
-    split = results.cache.split(whole)
-    program = gl.program_id(0)
-    if program < split.programs:
-        attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program)
+    cursor, count = results.cache.start(whole)
+    if cursor.b < results.cache.batch:
+        attend_keys(results, cursor, count, q_desc, k_desc, v_desc, scales_ptr)

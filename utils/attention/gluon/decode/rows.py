@@ -8,11 +8,11 @@ program reads which keys, the parts, and the merge are the same as there.
 
     part         what                                            head dim 64      128              256
     consumers    warpgroups x 64 query rows                      1 or 2           1 or 2           1
-    block        keys                                            128              128              64
-    rings        slots of K and V                                4+4              2+2              2+2
+    block        keys                                            128              128, or 64       64
+    rings        slots of K and V                                4+4              2+2, or 4+4      2+2
     queries      two tiles of Q
-    producer     one warp: TMA copies of Q, K and V; with pages of fewer than 64 tokens one for K and one for V
-    programs     one an SM; of a large cache with whole heads for each, as many as heads
+    producer     one warp: TMA copies of Q, K and V
+    programs     one an SM
 
 Measured against the other libraries: docs/kernels/decode.md, assets/results/h200/decode.json.
 """
@@ -38,24 +38,22 @@ def load_tile(ring, i, descriptor, cache, cursor, numbers):
 
 
 @gluon.jit
-def producer(share, q_desc, k_desc, v_desc, KEYS: gl.constexpr, VALUES: gl.constexpr):
-    """One warp: keep the rings of Q and K (KEYS), and of V (VALUES), full, across heads."""
+def producer(share, q_desc, k_desc, v_desc):
+    """One warp: keep the rings of Q, K and V full, across heads."""
     cache = share.results.cache
     cursor = share.start
     piece = gl.to_tensor(0)
     numbers = page_numbers(cache, cursor)
-    for i in range(share.end - share.begin):
+    for i in range(share.count):
         if (cursor.j == 0) | (i == 0):
-            if KEYS:
-                share.q.wait_empty(piece)
-                slot = share.q.slot(piece)
-                tile, full = share.q.tiles.index(slot), share.q.full.index(slot)
-                load_queries(q_desc, cache, cursor.b, cursor.head, tile, full, True)
+            share.q.wait_empty(piece)
+            slot = share.q.slot(piece)
+            load_queries(
+                q_desc, cache, cursor.b, cursor.head, share.q.tiles.index(slot), share.q.full.index(slot), True
+            )
             piece += 1
-        if KEYS:
-            load_tile(share.k, i, k_desc, cache, cursor, numbers)
-        if VALUES:
-            load_tile(share.v, i, v_desc, cache, cursor, numbers)
+        load_tile(share.k, i, k_desc, cache, cursor, numbers)
+        load_tile(share.v, i, v_desc, cache, cursor, numbers)
         cursor = cache.advance(cursor)
         numbers = page_numbers(cache, cursor)
 
@@ -68,14 +66,12 @@ def consumer(share, W: gl.constexpr):
     PLAN: gl.constexpr = share.PLAN
     BLOCK_D: gl.constexpr = PLAN.block_d
     ROW: gl.constexpr = 64 * W
-    program = gl.program_id(0)
     cursor = share.start
-    unit = share.begin
     it = gl.to_tensor(0)
     piece = gl.to_tensor(0)
     row = gl.to_tensor(ROW)
-    while unit < share.end:
-        n = gl.minimum(cursor.blocks - cursor.j, share.end - unit)
+    while it < share.count:
+        n = gl.minimum(cursor.blocks - cursor.j, share.count - it)
         share.q.wait_full(piece)  # the first product reads Q
         q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
         p, state = first_block(share, Block(it, cursor, cursor.j, row), q)
@@ -94,22 +90,22 @@ def consumer(share, W: gl.constexpr):
         sums = row_sums(state, ROW)
         o = wait_products(pv, 0, BLOCK_D)  # the output's registers are read next, and V's slot is released
         share.v.release(it - 1)
+        results.store_ends(cursor, n)
         if n == cursor.blocks:
             o = o * spread((inverse(sums[0][2]), inverse(sums[1][2])), o)
             results.store_whole(cursor, o.to(results.out_ptr.dtype.element_ty), ROW, 0)
         else:
-            part = 2 * program + (share.split.owner(unit - cursor.j) == program).to(gl.int32)
+            part = 2 * gl.program_id(0) + (cursor.j == 0).to(gl.int32)
             for half in gl.static_range(2):
                 rows, m, total = sums[half]
                 results.store_sums(part, rows, m, total)
             results.store_part(cursor, part, o, ROW, 0)
-        unit += n
         piece += 1
         cursor = cache.advance(cursor.at_last())
 
 
 @gluon.jit
-def start_roles(results, split, q_desc, k_desc, v_desc, program):
+def start_roles(results, start, count, q_desc, k_desc, v_desc):
     """Allocate rings and barriers, and start the roles."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
@@ -119,35 +115,23 @@ def start_roles(results, split, q_desc, k_desc, v_desc, program):
     v = allocate_ring(v_desc, PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
     # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
     fence_async_shared()
-    begin = split.begin(program)
-    share = Share(results, split, begin, split.begin(program + 1), cache.locate(begin), q, k, v, PLAN)
+    share = Share(results, start, count, q, k, v, PLAN)
     # The first role has four warps and the registers that are left by the others. A producer that looks up pages needs 40;
     # ptxas spills them in 24.
-    if PLAN.producers == 2:
-        gl.warp_specialize(
-            [
-                (consumer, (share, 0)),
-                (producer, (share, q_desc, k_desc, v_desc, True, False)),
-                (producer, (share, q_desc, k_desc, v_desc, False, True)),
-            ],
-            [1, 1],
-            [40, 40],
-        )
-    elif CONSUMERS == 1:
-        gl.warp_specialize([(consumer, (share, 0)), (producer, (share, q_desc, k_desc, v_desc, True, True))], [1], [40])
+    if CONSUMERS == 1:
+        gl.warp_specialize([(consumer, (share, 0)), (producer, (share, q_desc, k_desc, v_desc))], [1], [40])
     else:
         gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
-            [(consumer, (share, 0)), (consumer, (share, 1)), (producer, (share, q_desc, k_desc, v_desc, True, True))],
+            [(consumer, (share, 0)), (consumer, (share, 1)), (producer, (share, q_desc, k_desc, v_desc))],
             [4, 1],
-            [232, 40],
+            [168, 40],
         )
 
 
 @gluon.jit
 def attend_rows(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     """One program: its share of the blocks of all heads."""
-    split = results.cache.split(whole)
-    program = gl.program_id(0)
-    if program < split.programs:
-        start_roles(results, split, q_desc, k_desc, v_desc, program)
+    start, count = results.cache.start(whole)
+    if start.b < results.cache.batch:
+        start_roles(results, start, count, q_desc, k_desc, v_desc)

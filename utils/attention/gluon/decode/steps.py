@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils.attention.gluon.decode.blocks import clean_values, mask_block, needs_mask
 from utils.attention.gluon.decode.merge import Results
-from utils.attention.gluon.decode.work import Cursor, Split
+from utils.attention.gluon.decode.work import Cursor
 from utils.attention.gluon.pipeline import Ring
 from utils.attention.gluon.shared import (
     aggregate,
@@ -31,13 +31,11 @@ CLEANED = gl.constexpr(9)  # named barrier of two consumers: V's rows behind the
 
 @aggregate
 class Share:
-    """One program's blocks, first and behind the last in the long row, and what its roles share."""
+    """One program's blocks, and what its roles share."""
 
     results: Results
-    split: Split
-    begin: gl.tensor
-    end: gl.tensor
-    start: Cursor  # the cursor at block `begin`
+    start: Cursor  # the cursor at the first block
+    count: gl.tensor  # of blocks
     q: Ring
     k: Ring
     v: Ring

@@ -1,7 +1,8 @@
 """Which program reads which blocks of keys.
 
-The blocks of all heads stand in one long row, sequence by sequence, head by head, and each program takes the same number
-of neighbours, so every SM reads the same number of bytes. A head whose blocks lie in several programs is merged.
+The blocks of all heads stand in one long row, sequence by sequence, head by head. Each program takes the same number of
+neighbours, so every SM reads the same number of bytes. Where that costs hardly more, each head is cut by itself, into pieces of
+the same number of blocks: no program then has parts of two heads. A head that lies in several programs is merged.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -11,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from utils.attention.gluon.shared import aggregate
 
+LONGER = gl.constexpr(16)  # pieces may be longer than an equal share by one block, and by one of so many
 CHUNK = gl.constexpr(128)  # sequences whose lengths a warp looks at together, four a lane
 
 
@@ -28,20 +30,20 @@ def count_blocks(length, sq, left, block_n):
 
 
 @gluon.jit
-def blocks_of_chunk(lens_ptr, begin, batch, sq, left, block_n):
-    """Blocks of the sequences begin .. begin + CHUNK - 1, zero for those that do not exist; each warp has all of them."""
+def grains_of_chunk(lens_ptr, begin, batch, sq, left, block_n, grain):
+    """Grains of the sequences begin .. begin + CHUNK - 1, zero for those that do not exist; each warp has all of them."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     b = begin + gl.arange(0, CHUNK, layout)
     lengths = gl.load(lens_ptr + b, mask=b < batch, other=0)
-    return gl.where(b < batch, count_blocks(lengths, sq, left, block_n), 0)
+    return gl.where(b < batch, (count_blocks(lengths, sq, left, block_n) + (grain - 1)) // grain, 0)
 
 
 @gluon.jit
-def blocks_before(lens_ptr, sequences, sq, left, block_n):
-    """Sum of the blocks, of one head each, of the first `sequences` sequences."""
+def all_blocks(lens_ptr, batch, sq, left, block_n):
+    """Sum of the blocks, of one head each, of all sequences."""
     total = gl.to_tensor(0)
-    for begin in range(0, sequences, CHUNK):
-        total += gl.sum(blocks_of_chunk(lens_ptr, begin, sequences, sq, left, block_n), 0)
+    for begin in range(0, batch, CHUNK):
+        total += gl.sum(grains_of_chunk(lens_ptr, begin, batch, sq, left, block_n, 1), 0)
     return total
 
 
@@ -52,33 +54,40 @@ def _add(a, b):
 
 @aggregate
 class Split:
-    """Programs 0 .. extra-1 take share + 1 grains, the others share; a grain is a block, or a whole head."""
+    """Programs 0 .. extra-1 take share + 1 grains, the others share.
+
+    A grain is so many blocks of a head, or what is left of them at its end: one, those of a piece, or a whole head.
+    """
 
     share: gl.tensor
     extra: gl.tensor
-    programs: gl.tensor
     grain: gl.tensor
 
     @gluon.jit
     def begin(self, program):
-        """First block of a program."""
-        return (program * self.share + gl.minimum(program, self.extra)) * self.grain
-
-    @gluon.jit
-    def owner(self, unit):
-        """The program that reads block number `unit`."""
-        unit = unit // self.grain
-        long = self.extra * (self.share + 1)
-        return gl.where(unit < long, unit // (self.share + 1), self.extra + (unit - long) // self.share)
+        """First grain of a program."""
+        return program * self.share + gl.minimum(program, self.extra)
 
 
 @gluon.jit
-def split_evenly(total, grain, programs):
-    """The Split of `total` blocks over that many programs, or over fewer if there are fewer grains."""
-    grains = total // grain
+def deal(lens_ptr, lengths, batch, heads, sk, sq, left, block_n, whole, programs):
+    """The Split of all blocks over that many programs; whole: they take whole heads, of equal lengths."""
+    each = count_blocks(sk, sq, left, block_n)
+    total = batch * each
+    mine = programs // heads  # of a head of all sequences
+    piece = gl.cdiv(each, gl.maximum(mine // batch, 1))
+    if lengths > 0:
+        total = all_blocks(lens_ptr, batch, sq, left, block_n)
+        # With this a sequence of n blocks has fewer than n / piece + 1 pieces, and all have `mine` at most.
+        piece = gl.cdiv(total - batch, gl.maximum(mine - batch, 1))
+    piece = gl.maximum(piece, 1)
+    least = gl.cdiv(total * heads, programs)
+    cut = (whole == 0) & (mine >= batch + lengths) & (piece <= least + least // LONGER + 1)
+    grain = gl.where(whole > 0, each, gl.where(cut, piece, 1))
+    grains = heads * gl.where(whole > 0, batch, total)
     programs = gl.minimum(programs, grains)
-    share = grains // programs
-    return Split(share, grains - share * programs, programs, grain)
+    share = gl.where(cut, 1, grains // programs)
+    return Split(share, gl.where(cut, 0, grains - share * programs), grain)
 
 
 @aggregate
@@ -137,18 +146,18 @@ class Cache:
         return Cursor(b, head, j, length, first, count_blocks(length, self.sq, self.left, self.PLAN.block_n))
 
     @gluon.jit
-    def split(self, whole):
-        """The Split of all blocks over the programs of this launch; whole: programs take whole heads of equal lengths."""
-        each = count_blocks(self.sk, self.sq, self.left, self.PLAN.block_n)
-        total = self.batch * each
-        if self.lengths > 0:
-            total = blocks_before(self.lens_ptr, self.batch, self.sq, self.left, self.PLAN.block_n)
-        return split_evenly(total * self.heads, gl.where(whole > 0, each, 1), gl.num_programs(0))
+    def start(self, whole):
+        """Where the blocks of this program begin, and how many it has; behind the last sequence where there are none.
 
-    @gluon.jit
-    def locate(self, unit):
-        """The cursor at block number `unit` of the long row."""
-        each = count_blocks(self.sk, self.sq, self.left, self.PLAN.block_n) * self.heads
+        whole: programs take whole heads of equal lengths.
+        """
+        block_n: gl.constexpr = self.PLAN.block_n
+        sizes = self.batch, self.heads, self.sk, self.sq, self.left
+        split = deal(self.lens_ptr, self.lengths, *sizes, block_n, whole, gl.num_programs(0))
+        program = gl.program_id(0)
+        unit = split.begin(program)
+        grain = split.grain
+        each = gl.cdiv(count_blocks(self.sk, self.sq, self.left, block_n), grain) * self.heads
         b = unit // each
         begin = b * each
         if self.lengths > 0:
@@ -156,15 +165,18 @@ class Cache:
             begin = 0 * begin
             end = 0 * begin
             for chunk in range(0, self.batch, CHUNK):
-                blocks = blocks_of_chunk(self.lens_ptr, chunk, self.batch, self.sq, self.left, self.PLAN.block_n)
-                ends = end + gl.associative_scan(blocks * self.heads, 0, _add)
+                grains = grains_of_chunk(self.lens_ptr, chunk, self.batch, self.sq, self.left, block_n, grain)
+                ends = end + gl.associative_scan(grains * self.heads, 0, _add)
                 before = ends <= unit
                 b += gl.sum(before.to(gl.int32), 0)
                 begin = gl.maximum(begin, gl.max(gl.where(before, ends, 0), 0))
                 end = gl.max(ends, 0)
         cursor = self.at(b, gl.to_tensor(0), gl.to_tensor(0), self.length(b))
-        head = (unit - begin) // cursor.blocks
-        return Cursor(b, head, unit - begin - head * cursor.blocks, cursor.length, cursor.first, cursor.blocks)
+        grains = gl.cdiv(cursor.blocks, grain)
+        head = (unit - begin) // grains
+        j = (unit - begin - head * grains) * grain
+        count = (split.begin(program + 1) - unit - 1) * grain + gl.minimum(grain, cursor.blocks - j)
+        return Cursor(b, head, j, cursor.length, cursor.first, cursor.blocks), count
 
     @gluon.jit
     def advance(self, cursor):
