@@ -32,6 +32,7 @@ class Plan:
     down: int = 1  # blocks of a cluster whose tiles lie below each other: they share B
     abreast: int = 1  # blocks of a cluster whose tiles lie side by side: they share A; only one of both is more than 1
     short: bool = False  # the kernel for short products: one block a tile, several blocks on an SM
+    transposed: bool = False  # the kernel computes C^T = B^T A^T, so that its rows are columns of C
     a_column_major: bool = False
     b_column_major: bool = False
 
@@ -66,14 +67,19 @@ class Plan:
         return _piece(self.b_tile, self.down)
 
     @property
-    def c_box(self) -> list[int]:
-        """Rows and columns of a piece of C: a consumer stores its rows by pieces, through buffers that take turns."""
+    def piece(self) -> list[int]:
+        """Rows and columns of a piece of a tile: a consumer stores its rows by pieces, through buffers that take turns."""
         return [self.rows, min(32 if self.consumers == 3 else 64, self.block_n)]
+
+    @property
+    def c_box(self) -> list[int]:
+        """A piece as it lies in C."""
+        return self.piece[::-1] if self.transposed else self.piece
 
     @property
     def pieces(self) -> int:
         """Pieces of a consumer's rows."""
-        return self.block_n // self.c_box[1]
+        return self.block_n // self.piece[1]
 
     @property
     def buffers(self) -> int:
@@ -100,13 +106,13 @@ class Plan:
     def shared_bytes(self) -> int:
         """Bytes of shared memory for the ring and for pieces of C; the short kernel stores C through the ring's memory."""
         ring = self.stages * self.slot_bytes
-        return max(ring, 2 * self.block_m * self.block_n) if self.short else ring + 4 * self.block_m * self.c_box[1]
+        return max(ring, 2 * self.block_m * self.block_n) if self.short else ring + 4 * self.block_m * self.piece[1]
 
     @property
     def name(self) -> str:
         """Name in the records, such as "128x256 2x1": the tile and the cluster."""
         cluster = f" {self.down}x{self.abreast}" if self.cluster > 1 else ""
-        return f"{'short ' if self.short else ''}{self.block_m}x{self.block_n}{cluster}"
+        return f"{'short ' if self.short else ''}{self.block_m}x{self.block_n}{cluster}{' transposed' if self.transposed else ''}"
 
 
 def _piece(tile: list[int], blocks: int) -> list[int]:
@@ -155,13 +161,13 @@ PLANS = (
     Plan(64, 32, consumers=1, stages=6, short=True),
     Plan(64, 64, consumers=1, stages=6, short=True),
     Plan(64, 128, consumers=1, stages=8, short=True),
-    Plan(128, 64, consumers=1, stages=4, short=True),
+    Plan(64, 128, consumers=1, stages=8, short=True, transposed=True),
     Plan(128, 128, consumers=1, stages=3, short=True),
     Plan(64, 128, consumers=1, stages=8, down=4),
     Plan(128, 128, stages=6, down=4),
-    Plan(128, 128, stages=6, abreast=2),
     Plan(128, 128, stages=6, abreast=4),
     Plan(192, 128, consumers=3, stages=5, abreast=2),
+    Plan(192, 128, consumers=3, stages=5, abreast=2, transposed=True),
     Plan(128, 256, stages=4, down=2),
     Plan(128, 256, stages=4, down=4),
 )
@@ -187,6 +193,7 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     A step takes as long as its products or its bytes, whichever is longer; a little longer where they are alike. All steps of the
     busiest SM are one after the other; as a whole they take as long as memory does at least.
     """
+    m, n = (n, m) if plan.transposed else (m, n)
     items, once, steps = items_of(m, n, plan, split, sms), clusters_at_once(plan.cluster, sms), ceil_div(k, BLOCK_K)
     whole, parts = ceil_div(items.whole, once), ceil_div(items.rest * items.split, once)
     # The short kernel's blocks share an SM, as its 233472 bytes allow: each takes 1024 more of them than it asks for.

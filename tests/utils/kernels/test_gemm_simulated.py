@@ -53,10 +53,11 @@ def test_short_kernel(simulated, plan, split, n, k):
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_warp_specialized_kernel(simulated, consumers, split, column_major):
     """A ring that runs on from tile to tile, and an edge in all directions; with parts, some tiles are whole and some are cut."""
-    plan = Plan(64 * consumers, 128, consumers, stages=3)
+    plan = Plan(64 * consumers, 128, consumers, stages=3, transposed=column_major)
+    m, n = (360, 520) if plan.transposed else (520, 360)
     items = items_of(520, 360, plan, split, sms=4)
     assert split == 1 or min(items.whole, items.rest) > 0
-    a, b = matrix(520, 264, column_major, device="cpu"), matrix(264, 360, column_major, device="cpu")
+    a, b = matrix(m, 264, column_major, device="cpu"), matrix(264, n, column_major, device="cpu")
     assert_product(simulated(a, b, plan, split, 2, sms=4), a, b)
 
 
