@@ -135,26 +135,20 @@ def rows_in_memory(label: str, x: torch.Tensor) -> Rows:
     )
 
 
+_SHARED = re.compile(rf"// {SHARED}.*?// {OWN}", re.DOTALL)
 _COPY = re.compile(
-    r"(cp\.async\.bulk\.tensor\.\dd\.shared::)(?:cta|cluster)(\.global\.mbarrier::complete_tx::bytes)( \[[^;]*\]);"
+    r"([^;\n]*cp\.async\.bulk\.tensor\.\dd\.shared::)\w+(\.global\.mbarrier::complete_tx::bytes)([^;]*);"
 )
 _ARRIVAL = re.compile(r"(@%\w+ )?mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[(%\w+)\];")
 
 
 def multicast(ptx: str, plan: Plan) -> str:
     """Make the marked copies go to all blocks, and arrivals count in all."""
-    lines, shared, copies = [], False, 0
-    for line in ptx.splitlines():
-        if "// " + SHARED in line or "// " + OWN in line:
-            shared = "// " + SHARED in line
-        elif shared:
-            # Place and barrier are this block's: those of the others are as far from the beginning of their memory.
-            line, found = _COPY.subn(r"\1cluster\2.multicast::cluster\3, all;", line)
-            if found:
-                line = f"{{ .reg .b16 all; mov.b16 all, {(1 << plan.cluster) - 1}; {line.strip()} }}"
-            copies += found
-        lines.append(line)
-    ptx, arrivals = _ARRIVAL.subn(functools.partial(_arrive_in_all, blocks=plan.cluster), "\n".join(lines) + "\n")
+    # Place and barrier of a copy are this block's: those of the others are as far from the beginning of their memory.
+    blocks = f"{{ .reg .b16 all; mov.b16 all, {(1 << plan.cluster) - 1};"
+    ptx = _SHARED.sub(lambda part: _COPY.sub(rf"{blocks}\1cluster\2.multicast::cluster\3, all; }}", part[0]), ptx)
+    ptx, arrivals = _ARRIVAL.subn(functools.partial(_arrive_in_all, blocks=plan.cluster), ptx)
+    copies = ptx.count(".multicast::cluster")
     if not arrivals or not copies:
         raise ValueError(f"the kernel has {copies} shared copies and {arrivals} arrivals: no cluster.")
     return ptx

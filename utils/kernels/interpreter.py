@@ -160,18 +160,13 @@ def _load_function(job: dict, folder: str):
         import triton
         import triton.language as tl
 
-        path = Path(folder, _STUDENT_FILE)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec and spec.loader, "a .py file has a loader"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        module.__dict__.update(torch=torch, triton=triton, tl=tl)
-        spec.loader.exec_module(module)
-        function = getattr(module, name, None)
-        if not callable(function):
-            functions = (key for key, value in vars(module).items() if callable(value) and not isinstance(value, type))
-            defined = [key for key in functions if not key.startswith("_")]
-            raise NameError(f"the source defines no function {name!r}; it defines: {', '.join(defined) or 'none'}")
+        path = Path(folder, _STUDENT_FILE)  # Triton and tracebacks read the source from there
+        names = {"__name__": path.stem, "torch": torch, "triton": triton, "tl": tl}
+        exec(compile(path.read_text("utf-8"), path, "exec"), names)
+        if not callable(function := names.get(name)):
+            functions = (key for key, value in names.items() if callable(value) and not isinstance(value, type))
+            defined = ", ".join(key for key in functions if not key.startswith("_")) or "none"
+            raise NameError(f"the source defines no function {name!r}; it defines: {defined}")
         return function
     module, _, name = name.rpartition(".")
     places = [module] if module else ["utils.kernels.gemm", "utils.kernels.gelu"]
