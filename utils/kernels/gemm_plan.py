@@ -27,7 +27,6 @@ class Plan:
 
     block_m: int
     block_n: int
-    consumers: int = 2  # warpgroups that multiply, block_m / consumers rows each
     stages: int = 4  # slots of the ring
     down: int = 1  # blocks of a cluster whose tiles lie below each other: they share B
     abreast: int = 1  # blocks of a cluster whose tiles lie side by side: they share A; only one of both is more than 1
@@ -40,6 +39,11 @@ class Plan:
     def cluster(self) -> int:
         """Blocks of a cluster."""
         return self.down * self.abreast
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply; the short kernel has one, the other one for 64 rows."""
+        return 1 if self.short else self.block_m // 64
 
     @property
     def rows(self) -> int:
@@ -158,16 +162,16 @@ def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
 
 
 PLANS = (
-    Plan(64, 32, consumers=1, stages=6, short=True),
-    Plan(64, 64, consumers=1, stages=6, short=True),
-    Plan(64, 128, consumers=1, stages=8, short=True),
-    Plan(64, 128, consumers=1, stages=8, short=True, transposed=True),
-    Plan(128, 128, consumers=1, stages=3, short=True),
-    Plan(64, 128, consumers=1, stages=8, down=4),
+    Plan(64, 32, stages=6, short=True),
+    Plan(64, 64, stages=6, short=True),
+    Plan(64, 128, stages=8, short=True),
+    Plan(64, 128, stages=8, short=True, transposed=True),
+    Plan(128, 128, stages=3, short=True),
+    Plan(64, 128, stages=8, down=4),
     Plan(128, 128, stages=6, down=4),
     Plan(128, 128, stages=6, abreast=4),
-    Plan(192, 128, consumers=3, stages=5, abreast=2),
-    Plan(192, 128, consumers=3, stages=5, abreast=2, transposed=True),
+    Plan(192, 128, stages=5, abreast=2),
+    Plan(192, 128, stages=5, abreast=2, transposed=True),
     Plan(128, 256, stages=4, down=2),
     Plan(128, 256, stages=4, down=4),
 )
