@@ -90,7 +90,8 @@ class WarmProcess:
                 self._complaints.seek(0)
                 return Ended(1, "", self._complaints.read().decode(errors="replace"))
             except BaseException:  # also an interrupt of the caller
-                self._channel.send_bytes(b"stop")  # the server ends the job and itself
+                with suppress(ConnectionError):
+                    self._channel.send_bytes(b"stop")  # the server ends the job and itself
                 self.server.wait()
                 raise
 
