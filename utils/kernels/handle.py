@@ -61,13 +61,14 @@ class _Direct:
         listening(*before, *marks, *rest)
         # Triton 3.7 passes the kernel's own arguments as one list, versions before it one by one.
         flat = marks[0] in given
-        self.outer, inner = (None, given) if flat else (given, list(given[-1]))
+        inner = given if flat else list(given[-1])
+        self.outer = None if flat else given
         # Where there are descriptors, a function that makes them is around the C function.
         around = (
             inspect.getclosurevars(wrapper).nonlocals if any(maps) else {"launcher": wrapper, "tensordesc_meta": []}
         )
         self.launch, of_map = around["launcher"], iter(around["tensordesc_meta"])
-        self.describe = wrapper.__globals__["make_tensordesc_arg"] if any(maps) else None
+        self.describe: Any = wrapper.__globals__["make_tensordesc_arg"] if any(maps) else None
         first = inner.index(marks[0])
         self.arguments = inner[:first]
         self.places: list[tuple] = []  # (where the argument stands, None or how its descriptor is made)
