@@ -63,12 +63,11 @@ class _Direct:
         flat = marks[0] in given
         inner = given if flat else list(given[-1])
         self.outer = None if flat else given
-        # Where there are descriptors, a function that makes them is around the C function.
-        around = (
-            inspect.getclosurevars(wrapper).nonlocals if any(maps) else {"launcher": wrapper, "tensordesc_meta": []}
-        )
-        self.launch, of_map = around["launcher"], iter(around["tensordesc_meta"])
-        self.describe: Any = wrapper.__globals__["make_tensordesc_arg"] if any(maps) else None
+        self.launch, of_map = wrapper, iter(())
+        if any(maps):  # a function that makes descriptors is around the C function
+            around = inspect.getclosurevars(wrapper).nonlocals
+            self.launch, of_map = around["launcher"], iter(around["tensordesc_meta"])
+            self.describe = wrapper.__globals__["make_tensordesc_arg"]
         first = inner.index(marks[0])
         self.arguments = inner[:first]
         self.places: list[tuple] = []  # (where the argument stands, None or how its descriptor is made)
