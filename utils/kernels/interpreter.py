@@ -96,10 +96,8 @@ def run_interpreted_cases(
         torch.save({"call": name, "from_source": source is not None, "cases": cases}, Path(folder, "job.pt"))
         _run_child(folder, name, timeout)
         answer = torch.load(Path(folder, "answer.pt"), weights_only=True)
-    if answer["error"]:
-        raise InterpretedKernelError(
-            f"{name} failed in Triton's interpreter.\n{answer['traceback']}", answer["traceback"], answer["case"]
-        )
+    if "results" not in answer:
+        raise InterpretedKernelError(f"{name} failed in Triton's interpreter.\n{answer['traceback']}", **answer)
     return answer["results"]
 
 
@@ -199,20 +197,20 @@ def answer(folder: str) -> None:
     """Run the job in a folder, and write its results or its error there."""
     job = torch.load(Path(folder, "job.pt"), weights_only=True)
     results: list = []
-    said = {"error": False, "traceback": "", "case": None, "results": results}
+    said: dict = {"results": results}
+    case = None  # nothing ran yet
     try:
         repair()
         function = _load_function(job, folder)
-        for index, case in enumerate(job["cases"]):
-            said["case"] = index
-            result = function(*case)
+        for case, inputs in enumerate(job["cases"]):
+            result = function(*inputs)
             if not isinstance(result, torch.Tensor):
                 raise TypeError(
                     f"{job['call']} returned {type(result).__name__}, not a tensor: return the output tensor"
                 )
             results.append(result.detach())
     except BaseException as error:
-        said.update(error=True, results=[], traceback=_own_traceback(error, folder, job["from_source"]))
+        said = {"traceback": _own_traceback(error, folder, job["from_source"]), "case": case}
     sys.stdout.flush()
     torch.save(said, Path(folder, "answer.part"))
     os.replace(Path(folder, "answer.part"), Path(folder, "answer.pt"))  # whole or absent
