@@ -198,12 +198,12 @@ def answer(folder: str) -> None:
     job = torch.load(Path(folder, "job.pt"), weights_only=True)
     results: list = []
     said: dict = {"results": results}
-    case = None  # nothing ran yet
+    case: int | None = None  # nothing ran yet
     try:
         repair()
         function = _load_function(job, folder)
-        for case, inputs in enumerate(job["cases"]):
-            result = function(*inputs)
+        for case in range(len(job["cases"])):
+            result = function(*job["cases"][case])
             if not isinstance(result, torch.Tensor):
                 raise TypeError(
                     f"{job['call']} returned {type(result).__name__}, not a tensor: return the output tensor"
