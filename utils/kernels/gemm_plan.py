@@ -176,15 +176,15 @@ PLANS = (
 
 
 # Constants of a model of the kernels' time, in microseconds: between that of a call with a cold L2 and that of one behind another.
-# They were fitted to 2,200 times at 185 drawn products on an H200, so that the plan chosen takes little longer than the fastest.
-LAUNCH, SHORT_LAUNCH = 3.77, 1.52  # of a kernel, and of the short kernel
-PRODUCT = 0.51  # of 2**21 multiplications on one SM
-BYTES = 0.0155  # of a KB of A and B that each SM reads
-SHARED = 0.223  # how many times a byte counts where two blocks share it; squared: four
-TILE = 1.56  # of a tile's start and end
-STORE = 0.0552  # of a KB of C
-PART = 0.949  # of leaving a part's sums and counting
-ADD = 0.0188  # of a KB of sums that the last part reads
+# They were fitted to 2,552 times at 355 drawn products on an H200, so that the plan chosen takes little longer than the fastest.
+LAUNCH, SHORT_LAUNCH = 3.92, 1.85  # of a kernel, and of the short kernel
+PRODUCT = 0.539  # of 2**21 multiplications on one SM
+BYTES = 0.015  # of a KB of A and B that each SM reads
+SHARED = 0.442  # how many times a byte counts where two blocks share it; squared: four
+TILE = 0.57  # of a tile's start and end
+LEAVE = 0.125  # of a KB of C whose sums a part leaves
+PART = 1.52  # of counting parts
+ADD = 0.0112  # of a KB of sums that the last part reads
 WORK = 0.003  # of 2**21 multiplications, an SM's share of all: where the busiest SM has as much to do, less work in all is faster
 
 
@@ -206,7 +206,7 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     step = together * ((PRODUCT * products) ** 6 + (BYTES * (kb_a + kb_b)) ** 6) ** (1 / 6)
     kb_c = plan.block_m * plan.block_n / 512
     time = SHORT_LAUNCH if plan.short else LAUNCH
-    time += all_steps * step + rounds * (TILE + together * STORE * kb_c)
+    time += all_steps * step + rounds * TILE + parts * LEAVE * kb_c
     time += WORK * products * steps * (items.whole + items.rest) * plan.cluster / sms
     return time + (PART + ADD * 2 * kb_c / plan.consumers * items.split if items.rest else 0)
 
