@@ -28,6 +28,9 @@ each for all of them, side by side their rows of A (`gemm_work.py`). So the SMs 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs idle. So
 the tiles that do not fill a round may be cut along K into 2 to 8 parts (`gemm_work.py`).
 
+**Transposed.** A tile of 192 rows leaves less of some products empty than one of 192 columns. So a plan may compute C^T = B^T A^T:
+nothing moves but the order of the operands, and a piece of C is turned when it goes from registers to shared memory.
+
 **The short kernel.** A product of a few microseconds has few steps, and waits for its first bytes most of its time. So there
 four warps do everything, nothing is handed over, and several blocks share an SM: one waits for its bytes while another multiplies.
 

@@ -33,6 +33,7 @@ class Launch:
     shape: tuple[int, int]
     partial_sums: int  # fp32 numbers of tiles in parts; one, never touched, if there are none
     counters: int
+    transposed: bool  # whether the kernel takes B first
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Return C = A @ B."""
@@ -42,6 +43,7 @@ class Launch:
 
     def into(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
         """Write A @ B into a matrix that lies in memory as `padded` makes it."""
+        a, b = (b, a) if self.transposed else (a, b)
         self.start(a, b, c, *workspace(c, self.partial_sums, self.counters))
 
 
@@ -62,11 +64,13 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
         plan: a plan.
         split: with a plan, into how many parts the tiles are cut that do not fill a round.
     """
-    (m, k), n = a.shape, b.shape[1]
+    shape, k = (a.shape[0], b.shape[1]), a.shape[1]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    a_rows, b_rows = rows_in_memory("A", a), rows_in_memory("B", b)
     if plan is None:
-        plan, split = choose(m, n, k, sms)
+        plan, split = choose(*shape, k, sms)
+    (m, n), a_rows, b_rows = shape, rows_in_memory("A", a), rows_in_memory("B", b)
+    if plan.transposed:
+        a, b, m, n, a_rows, b_rows = b, a, n, m, rows_in_memory("B", b.T), rows_in_memory("A", a.T)
     if split > max(1, ceil_div(k, BLOCK_K)):
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
     plan = replace(plan, a_column_major=a_rows.column_major, b_column_major=b_rows.column_major)
@@ -83,7 +87,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     options = {"num_warps": 4, "launch_pdl": True}
 
     def described(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
-        c_rows = Rows(m, n, c.stride(0), False)
+        c_rows = Rows(*shape, c.stride(0), False)
         return tuple(
             TensorDescriptor(x, [rows.number, rows.length], [rows.pitch, 1], box, box_layout(box))
             for x, rows, box in ((a, a_rows, plan.a_box), (b, b_rows, plan.b_box), (c, c_rows, plan.c_box))
@@ -91,13 +95,13 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
 
     if not a.is_cuda:
         start = lambda a, b, c, *memory: kernel[(blocks,)](*described(a, b, c), *memory, *sizes, **options)  # noqa: E731
-        return Launch(start, (m, n), partial_sums, counters)
-    c = padded((m, n), a)
+        return Launch(start, shape, partial_sums, counters, plan.transposed)
+    c = padded(shape, a)
     with torch.cuda.device(a.device):
         tensors = (*described(a, b, c), *workspace(c, partial_sums, counters))
         compiled = kernel.warmup(*tensors, *sizes, grid=(blocks,), **options)
         start = Handle(adapted(compiled, plan), (groups,), tensors, sizes, a.device.index, plan.cluster)
-    return Launch(start, (m, n), partial_sums, counters)
+    return Launch(start, shape, partial_sums, counters, plan.transposed)
 
 
 def box_layout(shape: list[int]) -> gl.NVMMASharedLayout:
@@ -131,26 +135,20 @@ def rows_in_memory(label: str, x: torch.Tensor) -> Rows:
     )
 
 
+_SHARED = re.compile(rf"// {SHARED}.*?// {OWN}", re.DOTALL)
 _COPY = re.compile(
-    r"(cp\.async\.bulk\.tensor\.\dd\.shared::)(?:cta|cluster)(\.global\.mbarrier::complete_tx::bytes)( \[[^;]*\]);"
+    r"([^;\n]*cp\.async\.bulk\.tensor\.\dd\.shared::)\w+(\.global\.mbarrier::complete_tx::bytes)([^;]*);"
 )
 _ARRIVAL = re.compile(r"(@%\w+ )?mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[(%\w+)\];")
 
 
 def multicast(ptx: str, plan: Plan) -> str:
     """Make the marked copies go to all blocks, and arrivals count in all."""
-    lines, shared, copies = [], False, 0
-    for line in ptx.splitlines():
-        if "// " + SHARED in line or "// " + OWN in line:
-            shared = "// " + SHARED in line
-        elif shared:
-            # Place and barrier are this block's: those of the others are as far from the beginning of their memory.
-            line, found = _COPY.subn(r"\1cluster\2.multicast::cluster\3, all;", line)
-            if found:
-                line = f"{{ .reg .b16 all; mov.b16 all, {(1 << plan.cluster) - 1}; {line.strip()} }}"
-            copies += found
-        lines.append(line)
-    ptx, arrivals = _ARRIVAL.subn(functools.partial(_arrive_in_all, blocks=plan.cluster), "\n".join(lines) + "\n")
+    # Place and barrier of a copy are this block's: those of the others are as far from the beginning of their memory.
+    blocks = f"{{ .reg .b16 all; mov.b16 all, {(1 << plan.cluster) - 1};"
+    ptx = _SHARED.sub(lambda part: _COPY.sub(rf"{blocks}\1cluster\2.multicast::cluster\3, all; }}", part[0]), ptx)
+    ptx, arrivals = _ARRIVAL.subn(functools.partial(_arrive_in_all, blocks=plan.cluster), ptx)
+    copies = ptx.count(".multicast::cluster")
     if not arrivals or not copies:
         raise ValueError(f"the kernel has {copies} shared copies and {arrivals} arrivals: no cluster.")
     return ptx

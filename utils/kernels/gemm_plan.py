@@ -27,11 +27,11 @@ class Plan:
 
     block_m: int
     block_n: int
-    consumers: int = 2  # warpgroups that multiply, block_m / consumers rows each
     stages: int = 4  # slots of the ring
     down: int = 1  # blocks of a cluster whose tiles lie below each other: they share B
     abreast: int = 1  # blocks of a cluster whose tiles lie side by side: they share A; only one of both is more than 1
     short: bool = False  # the kernel for short products: one block a tile, several blocks on an SM
+    transposed: bool = False  # the kernel computes C^T = B^T A^T, so that its rows are columns of C
     a_column_major: bool = False
     b_column_major: bool = False
 
@@ -39,6 +39,11 @@ class Plan:
     def cluster(self) -> int:
         """Blocks of a cluster."""
         return self.down * self.abreast
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply; the short kernel has one, the other one for 64 rows."""
+        return 1 if self.short else self.block_m // 64
 
     @property
     def rows(self) -> int:
@@ -66,14 +71,19 @@ class Plan:
         return _piece(self.b_tile, self.down)
 
     @property
-    def c_box(self) -> list[int]:
-        """Rows and columns of a piece of C: a consumer stores its rows by pieces, through buffers that take turns."""
+    def piece(self) -> list[int]:
+        """Rows and columns of a piece of a tile: a consumer stores its rows by pieces, through buffers that take turns."""
         return [self.rows, min(32 if self.consumers == 3 else 64, self.block_n)]
+
+    @property
+    def c_box(self) -> list[int]:
+        """A piece as it lies in C."""
+        return self.piece[::-1] if self.transposed else self.piece
 
     @property
     def pieces(self) -> int:
         """Pieces of a consumer's rows."""
-        return self.block_n // self.c_box[1]
+        return self.block_n // self.piece[1]
 
     @property
     def buffers(self) -> int:
@@ -100,13 +110,13 @@ class Plan:
     def shared_bytes(self) -> int:
         """Bytes of shared memory for the ring and for pieces of C; the short kernel stores C through the ring's memory."""
         ring = self.stages * self.slot_bytes
-        return max(ring, 2 * self.block_m * self.block_n) if self.short else ring + 4 * self.block_m * self.c_box[1]
+        return max(ring, 2 * self.block_m * self.block_n) if self.short else ring + 4 * self.block_m * self.piece[1]
 
     @property
     def name(self) -> str:
         """Name in the records, such as "128x256 2x1": the tile and the cluster."""
         cluster = f" {self.down}x{self.abreast}" if self.cluster > 1 else ""
-        return f"{'short ' if self.short else ''}{self.block_m}x{self.block_n}{cluster}"
+        return f"{'short ' if self.short else ''}{self.block_m}x{self.block_n}{cluster}{' transposed' if self.transposed else ''}"
 
 
 def _piece(tile: list[int], blocks: int) -> list[int]:
@@ -152,41 +162,39 @@ def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
 
 
 PLANS = (
-    Plan(64, 32, consumers=1, stages=6, short=True),
-    Plan(64, 64, consumers=1, stages=6, short=True),
-    Plan(64, 128, consumers=1, stages=8, short=True),
-    Plan(128, 64, consumers=1, stages=4, short=True),
-    Plan(128, 128, consumers=1, stages=3, short=True),
-    Plan(64, 128, consumers=1, stages=8, down=4),
+    Plan(64, 32, stages=6, short=True, transposed=True),
+    Plan(64, 64, stages=6, short=True),
+    Plan(64, 128, stages=8, short=True),
+    Plan(128, 128, stages=3, short=True),
+    Plan(64, 128, stages=8, down=4, transposed=True),
     Plan(128, 128, stages=6, down=4),
-    Plan(128, 128, stages=6, abreast=2),
     Plan(128, 128, stages=6, abreast=4),
-    Plan(192, 128, consumers=3, stages=5, abreast=2),
+    Plan(192, 128, stages=5, abreast=2),
+    Plan(192, 128, stages=5, abreast=2, transposed=True),
     Plan(128, 256, stages=4, down=2),
-    Plan(128, 256, stages=4, down=4),
 )
 
 
 # Constants of a model of the kernels' time, in microseconds: between that of a call with a cold L2 and that of one behind another.
-# They were fitted to 4,221 times at 366 drawn products, so that the plan chosen takes little longer than the fastest.
-LAUNCH, SHORT_LAUNCH = 4.717, 3.534  # of a kernel, and of the short kernel
-PRODUCT = 0.4846  # of 2**21 multiplications on one SM
-NARROW = 4.80  # columns, more than which a product takes as long as: each reads its rows of A anew
-BYTES = 0.0138  # of a KB of A and B that each SM reads
-SHARED = 0.6109  # how many times a byte counts where two blocks share it; squared: four
-MEMORY = 0.343  # of a MB of A and B, which comes from memory once
-TILE = 0.504  # of a tile's start and end
-STORE = 0.0186  # of a KB of C
-PART = 2.0204  # of leaving a part's sums and counting
-ADD = 0.0167  # of a KB of sums that the last part reads
+# They were fitted to 2,552 times at 355 drawn products on an H200, so that the plan chosen takes little longer than the fastest.
+LAUNCH, SHORT_LAUNCH = 3.92, 1.85  # of a kernel, and of the short kernel
+PRODUCT = 0.539  # of 2**21 multiplications on one SM
+BYTES = 0.015  # of a KB of A and B that each SM reads
+SHARED = 0.442  # how many times a byte counts where two blocks share it; squared: four
+TILE = 0.57  # of a tile's start and end
+LEAVE = 0.125  # of a KB of C whose sums a part leaves
+PART = 1.52  # of counting parts
+ADD = 0.0112  # of a KB of sums that the last part reads
+WORK = 0.003  # of 2**21 multiplications, an SM's share of all: where the busiest SM has as much to do, less work in all is faster
 
 
 def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     """Estimate the time of a product in microseconds, for a choice between plans.
 
     A step takes as long as its products or its bytes, whichever is longer; a little longer where they are alike. All steps of the
-    busiest SM are one after the other; as a whole they take as long as memory does at least.
+    busiest SM are one after the other.
     """
+    m, n = (n, m) if plan.transposed else (m, n)
     items, once, steps = items_of(m, n, plan, split, sms), clusters_at_once(plan.cluster, sms), ceil_div(k, BLOCK_K)
     whole, parts = ceil_div(items.whole, once), ceil_div(items.rest * items.split, once)
     # The short kernel's blocks share an SM, as its 233472 bytes allow: each takes 1024 more of them than it asks for.
@@ -194,18 +202,13 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     rounds, all_steps = (whole + parts) / together, (whole * steps + parts * ceil_div(steps, items.split)) / together
     kb_a = plan.block_m * BLOCK_K / 512 * SHARED ** math.log2(plan.abreast)
     kb_b = plan.block_n * BLOCK_K / 512 * SHARED ** math.log2(plan.down)
-    product = together * PRODUCT * plan.block_m * (plan.block_n + NARROW) * BLOCK_K / 2**21
-    step = _longest(product, together * BYTES * (kb_a + kb_b))
+    products = plan.block_m * plan.block_n * BLOCK_K / 2**21
+    step = together * ((PRODUCT * products) ** 6 + (BYTES * (kb_a + kb_b)) ** 6) ** (1 / 6)
     kb_c = plan.block_m * plan.block_n / 512
     time = SHORT_LAUNCH if plan.short else LAUNCH
-    time += _longest(all_steps * step, MEMORY * 2e-6 * k * (m + n))
-    time += rounds * (TILE + together * STORE * kb_c)
+    time += all_steps * step + rounds * TILE + parts * LEAVE * kb_c
+    time += WORK * products * steps * (items.whole + items.rest) * plan.cluster / sms
     return time + (PART + ADD * 2 * kb_c / plan.consumers * items.split if items.rest else 0)
-
-
-def _longest(*times: float) -> float:
-    """Return about the longest of several times, a little more where they are alike."""
-    return sum(time**6 for time in times) ** (1 / 6)
 
 
 def choose(m: int, n: int, k: int, sms: int) -> tuple[Plan, int]:

@@ -279,7 +279,7 @@ def leave_part(work, partial, acc, item, WHICH: gl.constexpr):
 def summed_piece(work, partial, item, i, WHICH: gl.constexpr):
     """Piece i of a tile, summed over its parts in their order, whichever part was the last to arrive."""
     ROWS: gl.constexpr = work.PLAN.rows
-    COLUMNS: gl.constexpr = work.PLAN.c_box[1]
+    COLUMNS: gl.constexpr = work.PLAN.piece[1]
     TOGETHER: gl.constexpr = 4  # parts that are read at a time: one alone would wait for memory once for each part
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
     total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
@@ -311,9 +311,14 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr):
     BUFFERS: gl.constexpr = work.PLAN.buffers
     buffer = buffers.index(WHICH * BUFFERS + i % BUFFERS)
     tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
-    buffer.store(piece)
+    column += i * work.PLAN.piece[1]
+    if work.PLAN.transposed:
+        buffer.permute((1, 0)).store(piece)
+        row, column = column, row
+    else:
+        buffer.store(piece)
     fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
-    tma_store(c_desc, [row, column + i * work.PLAN.c_box[1]], buffer)
+    tma_store(c_desc, [row, column], buffer)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -53,33 +54,28 @@ class _Direct:
             maps: (shape, strides) of each tensor that is passed in a descriptor, else None.
             rest: the kernel's other arguments.
         """
-        given: list[tuple] = []
-        marks = [object() if kept is None else Map(x, *kept) for x, kept in zip(tensors, maps, strict=True)]
-        listening, wrapper = copy.copy(launcher), launcher.launch
-        if any(maps):  # the function that makes descriptors, around the C function
-            cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
-            self.launch, metadata = cells["launcher"].cell_contents, cells["tensordesc_meta"].cell_contents
-            self.describe = wrapper.__globals__["make_tensordesc_arg"]
-            cells["launcher"] = types.CellType(lambda *arguments: given.append(arguments))
-            closure = tuple(cells.values())
-            listening.launch = types.FunctionType(wrapper.__code__, wrapper.__globals__, closure=closure)
-        else:
-            self.launch, metadata = wrapper, []
-            listening.launch = lambda *arguments: given.append(arguments)
+        given: list = []
+        marks = [Map(x, *kept) if kept else object() for x, kept in zip(tensors, maps, strict=True)]
+        wrapper, listening = launcher.launch, copy.copy(launcher)
+        listening.launch = lambda *arguments: given.extend(arguments)
         listening(*before, *marks, *rest)
-        arguments = list(given[0])
         # Triton 3.7 passes the kernel's own arguments as one list, versions before it one by one.
-        flat = any(type(x).__name__ == "PyCUtensorMap" or any(mark is x for mark in marks) for x in arguments)
-        self.outer = None if flat else arguments
-        self.arguments = arguments if flat else list(arguments[-1])
-        described = iter([i for i, x in enumerate(self.arguments) if type(x).__name__ == "PyCUtensorMap"])
-        of_map = iter(metadata or [])
+        flat = marks[0] in given
+        inner = given if flat else list(given[-1])
+        self.outer = None if flat else given
+        self.launch, of_map = wrapper, iter(())
+        if any(maps):  # a function that makes descriptors is around the C function
+            around = inspect.getclosurevars(wrapper).nonlocals
+            self.launch, of_map = around["launcher"], iter(around["tensordesc_meta"])
+            self.describe = wrapper.__globals__["make_tensordesc_arg"]
+        first = inner.index(marks[0])
+        self.arguments = inner[:first]
         self.places: list[tuple] = []  # (where the argument stands, None or how its descriptor is made)
         for mark, kept in zip(marks, maps, strict=True):
-            if kept is None:
-                self.places.append((next(i for i, x in enumerate(self.arguments) if x is mark), None))
-            else:
-                self.places.append((next(described), ({}, *kept, next(of_map))))
+            description = ({}, *kept, next(of_map)) if kept else None
+            self.places.append((len(self.arguments), description))
+            self.arguments += self.describe(mark, description[-1]) if description else [mark]
+        self.arguments += inner[first + len(marks) :]
 
     def bind(self, stream: int, tensors: Sequence[torch.Tensor]) -> Sequence:
         """Return what `launch` gets for these tensors."""

@@ -96,10 +96,8 @@ def run_interpreted_cases(
         torch.save({"call": name, "from_source": source is not None, "cases": cases}, Path(folder, "job.pt"))
         _run_child(folder, name, timeout)
         answer = torch.load(Path(folder, "answer.pt"), weights_only=True)
-    if answer["error"]:
-        raise InterpretedKernelError(
-            f"{name} failed in Triton's interpreter.\n{answer['traceback']}", answer["traceback"], answer["case"]
-        )
+    if "results" not in answer:
+        raise InterpretedKernelError(f"{name} failed in Triton's interpreter.\n{answer['traceback']}", **answer)
     return answer["results"]
 
 
@@ -160,18 +158,13 @@ def _load_function(job: dict, folder: str):
         import triton
         import triton.language as tl
 
-        path = Path(folder, _STUDENT_FILE)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec and spec.loader, "a .py file has a loader"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        module.__dict__.update(torch=torch, triton=triton, tl=tl)
-        spec.loader.exec_module(module)
-        function = getattr(module, name, None)
-        if not callable(function):
-            functions = (key for key, value in vars(module).items() if callable(value) and not isinstance(value, type))
-            defined = [key for key in functions if not key.startswith("_")]
-            raise NameError(f"the source defines no function {name!r}; it defines: {', '.join(defined) or 'none'}")
+        path = Path(folder, _STUDENT_FILE)  # Triton and tracebacks read the source from there
+        names = {"__name__": path.stem, "torch": torch, "triton": triton, "tl": tl}
+        exec(compile(path.read_text("utf-8"), path, "exec"), names)
+        if not callable(function := names.get(name)):
+            functions = (key for key, value in names.items() if callable(value) and not isinstance(value, type))
+            defined = ", ".join(key for key in functions if not key.startswith("_")) or "none"
+            raise NameError(f"the source defines no function {name!r}; it defines: {defined}")
         return function
     module, _, name = name.rpartition(".")
     places = [module] if module else ["utils.kernels.gemm", "utils.kernels.gelu"]
@@ -204,20 +197,20 @@ def answer(folder: str) -> None:
     """Run the job in a folder, and write its results or its error there."""
     job = torch.load(Path(folder, "job.pt"), weights_only=True)
     results: list = []
-    said = {"error": False, "traceback": "", "case": None, "results": results}
+    said: dict = {"results": results}
+    case: int | None = None  # nothing ran yet
     try:
         repair()
         function = _load_function(job, folder)
-        for index, case in enumerate(job["cases"]):
-            said["case"] = index
-            result = function(*case)
+        for case in range(len(job["cases"])):
+            result = function(*job["cases"][case])
             if not isinstance(result, torch.Tensor):
                 raise TypeError(
                     f"{job['call']} returned {type(result).__name__}, not a tensor: return the output tensor"
                 )
             results.append(result.detach())
     except BaseException as error:
-        said.update(error=True, results=[], traceback=_own_traceback(error, folder, job["from_source"]))
+        said = {"traceback": _own_traceback(error, folder, job["from_source"]), "case": case}
     sys.stdout.flush()
     torch.save(said, Path(folder, "answer.part"))
     os.replace(Path(folder, "answer.part"), Path(folder, "answer.pt"))  # whole or absent

@@ -29,12 +29,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from utils.files import ROOT
 
 IDLE_SECONDS = 300.0
 SERVE = "--serve"
+STREAMS = "printed", "complaints"  # files of a job's folder that get what it prints
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class WarmProcess:
 
     def __init__(self, module: str, **variables: str) -> None:
         self.module, self.variables = module, variables
-        self.server: Server | None = None
+        self.server: subprocess.Popen | None = None
+        self.owner = 0
         self._one_at_a_time = threading.Lock()
 
     def run(self, folder: str, timeout: float) -> Ended:
@@ -73,12 +74,41 @@ class WarmProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self.variables}
         command = [sys.executable, "-m", self.module]
         if os.environ.get("LABS_COMPILE_CACHE") == "off":  # as the grader sets it: nothing is shared between jobs
-            return _run_anew([*command, folder], environment, timeout)
+            return run_anew([*command, folder], environment, timeout)
         with self._one_at_a_time:
             deadline = time.monotonic() + timeout
-            if self.server is None or not self.server.serves_this_process():  # idle for too long, or killed
-                self.server = Server(command, environment)
-            return self.server.run(folder, environment, deadline)
+            # A server may have been idle for too long; and a fork of this process must not write into its parent's pipe.
+            if self.server is None or self.owner != os.getpid() or self.server.poll() is not None:
+                self._start(command, environment)
+            assert self.server is not None
+            try:
+                self._channel.send_bytes(json.dumps({"folder": folder, "environment": environment}).encode())
+                if not self._channel.poll(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError
+                return _ended(int(self._channel.recv_bytes()), folder)
+            except (EOFError, ConnectionError):  # the server has ended
+                self._complaints.seek(0)
+                return Ended(1, "", self._complaints.read().decode(errors="replace"))
+            except BaseException:  # also an interrupt of the caller
+                with suppress(ConnectionError):
+                    self._channel.send_bytes(b"stop")  # the server ends the job and itself
+                self.server.wait()
+                raise
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> None:
+        self.owner = os.getpid()
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process writes to it)
+        self._channel, theirs = multiprocessing.Pipe()
+        with theirs:
+            self.server = subprocess.Popen(
+                [*command, SERVE, str(theirs.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._complaints,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C reaches the caller alone
+            )
 
 
 class ForkedProcess:
@@ -93,104 +123,11 @@ class ForkedProcess:
 
     def run(self, folder: str, timeout: float) -> Ended:
         """Run the job whose inputs are in a folder; as `WarmProcess.run`."""
-        pid = _fork_for({"folder": folder, "environment": dict(os.environ)}, self.work)
         deadline = time.monotonic() + timeout
-        status = _wait(pid, lambda: time.monotonic() > deadline)
+        status = _run_fork(self.work, folder, dict(os.environ), lambda: time.monotonic() > deadline)
         if status is None:
             raise TimeoutError
         return _ended(status, folder)
-
-
-def _wait(pid: int, given_up: Callable[[], bool]) -> int | None:
-    """Wait for a child and return its exit status; or kill it and return None, once `given_up` says so."""
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if given_up():
-            _kill_group(pid)
-            os.waitpid(pid, 0)
-            return None
-        time.sleep(0.002)
-
-
-def _ended(status: int, folder: str) -> Ended:
-    """Return how a job ended, with what it left in its folder's files."""
-    files = (Path(folder, name) for name in ("printed", "complaints"))
-    return Ended(status, *(file.read_text("utf-8", errors="replace") if file.exists() else "" for file in files))
-
-
-def _run_anew(command: list[str], environment: dict[str, str], timeout: float) -> Ended:
-    folder = command[-1]
-    with open(Path(folder, "printed"), "wb") as printed, open(Path(folder, "complaints"), "wb") as complaints:
-        options: Any = dict(stdin=subprocess.DEVNULL, stdout=printed, stderr=complaints, start_new_session=True)
-        child = subprocess.Popen(command, cwd=folder, env=environment, **options)
-        try:
-            return _ended(child.wait(timeout), folder)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError from None
-        finally:
-            if child.poll() is None:  # also on an interrupt of the caller
-                _kill_group(child.pid)
-                child.wait()
-
-
-def _kill_group(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # the process alone, if it has not become the leader of a group yet
-        with suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-            return
-
-
-# The program's side -----------------------------------------------------------------------------------------------
-
-
-class Server:
-    """The program's side of the server. A job is sent as JSON; the answers are its process id and its status."""
-
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self.owner = os.getpid()
-        self.complaints = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process writes to it)
-        self.channel, theirs = multiprocessing.Pipe()
-        with theirs:
-            self.process = subprocess.Popen(
-                [*command, SERVE, str(theirs.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self.complaints,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C reaches the caller alone
-            )
-
-    def serves_this_process(self) -> bool:
-        """Whether this process started the server and it still runs: a fork must not write into its parent's pipe."""
-        return self.owner == os.getpid() and self.process.poll() is None
-
-    def run(self, folder: str, environment: dict[str, str], deadline: float) -> Ended:
-        """Run one job in a folder, with these environment variables."""
-        job = None
-        try:
-            self.channel.send_bytes(json.dumps({"folder": folder, "environment": environment}).encode())
-            job = self._answer(deadline)
-            return _ended(self._answer(deadline), folder)
-        except (EOFError, ConnectionError):  # the server has ended
-            self.complaints.seek(0)
-            return Ended(1, "", self.complaints.read().decode(errors="replace"))
-        except BaseException:  # also an interrupt of the caller
-            if job is not None:
-                _kill_group(job)
-            self.process.kill()
-            self.process.wait()
-            raise
-
-    def _answer(self, deadline: float) -> int:
-        if not self.channel.poll(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError
-        return int(self.channel.recv_bytes())
-
-
-# The server's side ------------------------------------------------------------------------------------------------
 
 
 def serve(prepare: Callable[[], object], work: Callable[[str], object]) -> None:
@@ -207,29 +144,63 @@ def serve(prepare: Callable[[], object], work: Callable[[str], object]) -> None:
     prepare()
     with suppress(EOFError, ConnectionError):  # the program has ended
         while channel.poll(IDLE_SECONDS):
-            job = json.loads(channel.recv_bytes())
-            pid = _fork_for(job, work)
-            channel.send_bytes(b"%d" % pid)
-            # No job is sent while one runs, so what can be read then is the channel's end: the program has ended.
-            status = _wait(pid, channel.poll)
+            # No job is sent while one runs: what can be read then is a word to stop, or that the program has ended.
+            status = _run_fork(work, given_up=channel.poll, **json.loads(channel.recv_bytes()))
             if status is None:
                 return
             channel.send_bytes(b"%d" % status)
 
 
-def _fork_for(job: dict, work: Callable[[str], object]) -> int:
-    """Fork a process that does one job and ends; return its id."""
-    if pid := os.fork():
-        return pid
+def run_anew(command: list[str], environment: dict[str, str], timeout: float) -> Ended:
+    """Run a program whose last argument is a job's folder, there; as `WarmProcess.run`."""
+    folder = command[-1]
+    with open(Path(folder, STREAMS[0]), "wb") as out, open(Path(folder, STREAMS[1]), "wb") as err:
+        child = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            return _ended(child.wait(timeout), folder)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        finally:
+            if child.poll() is None:  # also on an interrupt of the caller
+                _kill_group(child.pid)
+                child.wait()
+
+
+def _run_fork(
+    work: Callable[[str], object], folder: str, environment: dict[str, str], given_up: Callable[[], bool]
+) -> int | None:
+    """Do one job in a fork and return its exit status; or kill it and return None, once `given_up` says so."""
+    pid = os.fork()
+    if not pid:
+        _do_in_fork(work, folder, environment)
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if given_up():
+            _kill_group(pid)
+            os.waitpid(pid, 0)
+            return None
+        time.sleep(0.002)
+
+
+def _do_in_fork(work: Callable[[str], object], folder: str, environment: dict[str, str]) -> None:
     os.setsid()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a channel of the parent's is no business of a kernel's
-    folder = job["folder"]
     os.chdir(folder)
-    for number, (name, mode) in enumerate([(os.devnull, "rb"), ("printed", "wb"), ("complaints", "wb")]):
+    for number, (name, mode) in enumerate([(os.devnull, "rb"), *((name, "wb") for name in STREAMS)]):
         with open(name, mode) as file:
             os.dup2(file.fileno(), number)
     os.environ.clear()
-    os.environ.update(job["environment"])
+    os.environ.update(environment)
     status = 1
     try:
         work(folder)
@@ -240,3 +211,16 @@ def _fork_for(job: dict, work: Callable[[str], object]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _ended(status: int, folder: str) -> Ended:
+    """Return how a job ended, with what it left in its folder's files."""
+    files = [Path(folder, name) for name in STREAMS]
+    return Ended(status, *(file.read_text("utf-8", errors="replace") if file.exists() else "" for file in files))
+
+
+def _kill_group(pid: int) -> None:
+    for kill in (os.killpg, os.kill):  # the process alone, if it has not become the leader of a group yet
+        with suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+            return

@@ -26,7 +26,7 @@ from utils.checking.kernel_exercises import Launch, load_kernels, triton_type
 from utils.checking.kernel_files import expect_kernel_file
 from utils.files import ROOT
 from utils.kernels import offline
-from utils.kernels.warm_process import _run_anew as run_anew
+from utils.kernels.warm_process import run_anew
 
 COMPILE_SECONDS = 90.0
 MEMORY_GB = 32  # of addresses; torch's libraries for CUDA take some

@@ -35,19 +35,14 @@ def test_the_assembly_does_what_the_header_says(plan, dtype, tmp_path, monkeypat
     from utils.kernels.offline import read_assembly
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled here and now
-    kernel, kind, consumers = (
-        read_assembly(compile_for_hopper(plan, dtype), plan.name),
-        dtype.replace("fp", "f"),
-        plan.consumers,
-    )
+    kernel = read_assembly(compile_for_hopper(plan, dtype), plan.name)
+    kind, consumers = dtype.replace("fp", "f"), plan.consumers
     assert kernel.count(r"\b(?:LDL|STL)\b") == kernel.spill_bytes == kernel.count("HMMA") == 0
     assert kernel.shared_bytes <= 232448
-    assert kernel.count(r"prefetch\.tensormap", "ptx") == 3 * (
-        1 if plan.short else consumers + 1
-    )  # before each role's wait
-    assert (
-        kernel.count("UTMASTG") == (plan.pieces + 1) * consumers
-    )  # of a whole tile, and in the loop over sums of parts
+    waits = 1 if plan.short else consumers + 1  # each role's, with three descriptors fetched before it
+    assert kernel.count(r"prefetch\.tensormap", "ptx") == 3 * waits
+    # Of a whole tile, and in the loop over sums of parts.
+    assert kernel.count("UTMASTG") == (plan.pieces + 1) * consumers
     wgmma = rf"wgmma\.mma_async\.sync\.aligned\.m64n{plan.block_n}k16\.f32\.{kind}\.{kind}"
     assert kernel.count(wgmma, "ptx") == 4 * plan.rows // 64 * consumers == kernel.count("HGMMA")
     in_flight = sorted(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[012])", kernel.sass))
@@ -55,9 +50,8 @@ def test_the_assembly_does_what_the_header_says(plan, dtype, tmp_path, monkeypat
     copies, joins = kernel.count("UTMALDG"), kernel.count("UCGABAR_ARV")
     moves = kernel.count(r"setmaxnreg\.(?:inc|dec)", "ptx")
     if plan.short:
-        assert moves == joins == 0 and copies == 2 * (
-            plan.stages + 1
-        )  # of each slot before the first step, and in the loop
+        # Of each slot before the first step, and in the loop.
+        assert moves == joins == 0 and copies == 2 * (plan.stages + 1)
     else:
         assert moves > 0 and 0 < kernel.count(r"UTMALDG\.[23]D\.MULTICAST") < copies > consumers
         # Each consumer releases a slot in its loop and behind it; all roles join, and so do the warps without one.

@@ -86,7 +86,7 @@ def test_every_plan_fits_and_is_whole():
     assert len(set(PLANS)) == len(PLANS) <= 12
     for plan in PLANS:
         assert plan.shared_bytes <= SHARED_BYTES and plan.rows in (64, 128)
-        assert plan.pieces * plan.c_box[1] == plan.block_n and plan.pieces % plan.buffers == 0
+        assert plan.pieces * plan.piece[1] == plan.block_n and plan.pieces % plan.buffers == 0
         assert not plan.short or plan.consumers == plan.cluster == 1
         for column_major in (False, True):
             plan = replace(plan, a_column_major=column_major, b_column_major=column_major)

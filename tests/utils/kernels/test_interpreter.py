@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from utils.kernels import interpreter, warm_process
+from utils.kernels import interpreter
 from utils.kernels.interpreter import InterpretedKernelError, run_interpreted, run_interpreted_cases
 from utils.kernels.warm_process import ForkedProcess
 
@@ -73,7 +73,7 @@ def test_the_caller_can_still_compile():
         "import os, sys, torch\nfrom utils.kernels.interpreter import run_interpreted\n"
         "run_interpreted('gelu_triton', torch.ones(3))\n"
         "print('triton' in sys.modules, os.environ.get('TRITON_INTERPRET'))\n"
-        "from utils.kernels import interpreter\nprint(interpreter.PROCESS.server.process.pid)"
+        "from utils.kernels import interpreter\nprint(interpreter.PROCESS.server.pid)"
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -113,21 +113,22 @@ def test_calls_share_one_start_and_nothing_else(monkeypatch):
     second = _mark()
     assert first[0] == second[0] == 0 and first[1] != second[1] and first[2] == second[2]
     assert (first[3], second[3]) == (0, 7)  # the environment is that of the call
-    assert first[2] == interpreter.PROCESS.server.process.pid
+    assert first[2] == interpreter.PROCESS.server.pid
 
 
 def test_a_killed_process_is_replaced_and_a_fork_gets_its_own(monkeypatch):
     first = _mark()
-    interpreter.PROCESS.server.process.kill()
-    interpreter.PROCESS.server.process.wait()
-    assert _mark()[2] != first[2]
-    monkeypatch.setattr(interpreter.PROCESS.server, "owner", 0)  # as in a fork of the process that started it
-    assert not interpreter.PROCESS.server.serves_this_process()
+    interpreter.PROCESS.server.kill()
+    interpreter.PROCESS.server.wait()
+    second = _mark()
+    assert second[2] != first[2]
+    monkeypatch.setattr(interpreter.PROCESS, "owner", 0)  # as in a fork of the process that started it
+    assert _mark()[2] != second[2]
 
 
 def test_where_students_are_graded_every_call_has_a_process_new_from_the_start(monkeypatch):
     monkeypatch.setenv("LABS_COMPILE_CACHE", "off")
-    monkeypatch.setattr(warm_process, "Server", None)
+    monkeypatch.setattr(interpreter.PROCESS, "_start", None)
     assert _mark()[2] == os.getpid()
 
 
