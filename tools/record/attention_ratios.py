@@ -16,6 +16,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -181,12 +182,13 @@ def random_summary(rows: list[dict]) -> dict:
 
 def ladder_row(head_dim: int, length: int, causal: bool, step: int, pairs: int) -> dict:
     """Measure one step of the Gluon ladder against cuDNN at one shape."""
-    from utils.attention.gluon.launch import describe, forward
+    from utils.attention.gluon.launch import forward, plan_of
 
     q, k, v = inputs(head_dim, length)
     kernel = partial(forward, q, k, v, causal=causal, step=step)
     cudnn = partial(attention, q, k, v, causal=causal, backend="cudnn")
-    row = {"head_dim": head_dim, "length": length, "causal": causal, "plan": describe(step, q, k, causal), "step": step}
+    plan = asdict(plan_of(step, q, k, causal, window=0))
+    row = {"head_dim": head_dim, "length": length, "causal": causal, "plan": plan, "step": step}
     row["difference"] = relative_difference(kernel(), cudnn())
     return row | compare_kernels(f"step {step}", kernel, "cudnn", cudnn, causal, pairs)
 

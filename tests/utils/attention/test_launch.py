@@ -146,6 +146,8 @@ VARIANTS = [  # variant; head dimension, causal, window, queries, keys, heads. T
     ("one", 128, True, 0, 528, 528, 8),  # 12.4, the other plan 15.2
     ("one", 256, False, 256, 1024, 1024, 8),  # 17.2, 22.5
     ("one", 64, True, 0, 896, 896, 8),  # 12.8, 15.6
+    ("one", 128, True, 0, 3968, 3968, 4),  # two tiles of 64 rows for most programs: 40, one of 128 rows 50
+    ("", 128, True, 0, 1024, 4096, 16),  # no short tiles: the last queries see as good as all keys
     ("one", 128, False, 0, 1920, 1920, 2),
     ("", 128, False, 0, 1024, 1024, 128),
     ("three", 96, False, 0, 1228, 1228, 16),  # one round of 192 rows against two of 128
