@@ -11,11 +11,9 @@ from utils.benchmark.result import Measurement
 
 
 def test_pairs_whose_interval_contains_the_other_median_are_counted(monkeypatch):
-    """A narrow and a wide interval, and one one that lies outside of the narrow one: 5 of 6 pairs are contained."""
-    narrow, wide = (Measurement((1.0,), (0.9, 1.1)), Measurement((1.05,), (0.5, 2.0)))
-    results = iter([narrow, wide, Measurement((1.5,), (1.0, 1.6), method={"seconds": 0.5})])
-    for result in (narrow, wide):
-        result.method["seconds"] = 0.5
+    """A narrow and a wide interval, and one that lies outside of the narrow one: 5 of 6 pairs are contained."""
+    intervals = {1.0: (0.9, 1.1), 1.05: (0.5, 2.0), 1.5: (1.0, 1.6)}
+    results = iter([Measurement((median,), edges, method={"seconds": 0.5}) for median, edges in intervals.items()])
     monkeypatch.setattr(timer_check, "square", lambda n: None)
     monkeypatch.setattr(timer_check, "measure", lambda *arguments, **options: next(results))
     row = timer_check.alone(1, 3)

@@ -3,8 +3,7 @@
     python -m tools.record.lab build/instructor/lab2_flexattention/lab2_flexattention.ipynb --folder out/lab2
 
 It is for machines that have PyTorch and no Jupyter. The notebook is a solved one, as `labs build` writes it. The cells run in
-a module of their own that is registered as `__main__`: `torch.compile` looks for the globals of a function in the module that
-the function names, and cells that ran in a plain dictionary fail with "module '__main__' has no attribute ...".
+a module of their own, registered as `__main__`: there `torch.compile` looks for the globals of the functions that they define.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import sys
 import time
 import traceback
 import types
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -61,9 +61,6 @@ def run_cells(cells: list[tuple[str, str]]) -> tuple[dict[str, float], dict[str,
 
 def main() -> None:
     """Run a notebook's cells, with its figures as PNG files and its output as a text file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -78,9 +75,12 @@ def main() -> None:
             pyplot.figure(number).savefig(given.folder / f"figure{saved:02}.png", bbox_inches="tight")
         pyplot.close("all")
 
+    pyplot.switch_backend("Agg")
     pyplot.show = show
-    if not hasattr(builtins, "display"):
-        builtins.display = print  # type: ignore[attr-defined]  # Jupyter has it in every cell
+    builtins.display = print  # type: ignore[attr-defined]  # Jupyter has it in every cell
+    if find_spec("IPython") is None:  # `utils.labs` imports from it
+        stand_in = types.SimpleNamespace(display=print, HTML=lambda page: f"{len(page)} characters of HTML")
+        sys.modules["IPython.display"] = stand_in  # type: ignore[assignment]
     with (given.folder / "output.txt").open("w", encoding="utf-8") as output, contextlib.redirect_stdout(output):
         seconds, errors = run_cells(code_cells(given.notebook))
     run = {"seconds": seconds, "errors": errors}
