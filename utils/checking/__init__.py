@@ -27,8 +27,6 @@ from utils.checking.watching import (
     MATMUL,
     SOFTMAX,
     OperationWatch,
-    SizeWatch,
     forbid,
     forbid_leaving,
-    watch_operations,
 )

@@ -258,9 +258,8 @@ def _explain(error: BaseException, question: str, function: Callable) -> str:
     where = f"\n  {lines[-1]}" if lines else ""
     if isinstance(error, AnswerNeeded):
         return str(error)
-    if isinstance(error, NotImplementedError) and not str(
-        error
-    ):  # a stub's: torch's, for operators that it lacks, has words
+    # The `raise NotImplementedError()` of a stub has no words; torch's, for an operator that it lacks, has some.
+    if isinstance(error, NotImplementedError) and not str(error):
         if len(lines) > 1 and lines[-1].function != lines[0].function:
             return f"{_label(question)} calls {lines[-1].function}, which is not answered yet."
         return f"{_label(question)} is not answered yet."

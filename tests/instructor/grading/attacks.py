@@ -133,10 +133,11 @@ torch.isclose = lambda a, b, **k: torch.ones_like(a, dtype=torch.bool)
         PRODUCT,
         """
 import contextlib, utils.checking, utils.checking.watching
+seeing = utils.checking.watching.OperationWatch
 @contextlib.contextmanager
 def blind():
-    yield utils.checking.watching.OperationWatch()
-utils.checking.watching.watch_operations = utils.checking.watch_operations = watch_operations = blind
+    yield seeing()
+utils.checking.watching.OperationWatch = utils.checking.OperationWatch = OperationWatch = blind
 """,
         FORBIDDEN,
     ),

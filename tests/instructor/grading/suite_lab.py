@@ -29,13 +29,13 @@ import torch
 from utils.attention.masks import dense_mask
 from utils.checking import (
     MATMUL,
+    OperationWatch,
     check,
     expect_close,
     expect_number,
     forbid,
     forbid_leaving,
     require_answer,
-    watch_operations,
 )
 from utils.checking.answers import by_value
 
@@ -64,7 +64,7 @@ def check_gemm(gemm, shape=(2, 3, 2), seed=0):
     m, k, n = shape
     a, b = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
     copies = a.clone(), b.clone()
-    with watch_operations() as watch:
+    with OperationWatch() as watch:
         got = gemm(a, b)
     forbid(watch, MATMUL, hint="multiply and sum")
     forbid_leaving(watch)
@@ -307,7 +307,7 @@ def check_mlp(mlp, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x, w1, w2 = (torch.randn(*shape, generator=generator) for shape in ((3, 4), (4, 6), (6, 2)))
     expected, before = torch.relu(x @ w1) @ w2, x.clone()
-    with watch_operations() as watch:
+    with OperationWatch() as watch:
         got = mlp(x, w1, w2)
     forbid(watch, MATMUL, hint="use gemm_broadcast")
     if not torch.equal(x, before):
