@@ -133,11 +133,8 @@ torch.isclose = lambda a, b, **k: torch.ones_like(a, dtype=torch.bool)
         PRODUCT,
         """
 import contextlib, utils.checking, utils.checking.watching
-seeing = utils.checking.watching.OperationWatch
-@contextlib.contextmanager
-def blind():
-    yield seeing()
-utils.checking.watching.OperationWatch = utils.checking.OperationWatch = OperationWatch = blind
+seen = utils.checking.watching.OperationWatch()
+utils.checking.watching.OperationWatch = utils.checking.OperationWatch = lambda: contextlib.nullcontext(seen)
 """,
         FORBIDDEN,
     ),

@@ -10,15 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from utils.attention.masks import dense_mask
-from utils.checking import (
-    FUSED_ATTENTION,
-    OperationWatch,
-    expect_close,
-    expect_items,
-    expect_number,
-    expect_rounded_once,
-    visible,
-)
+from utils.checking import FUSED_ATTENTION, expect_close, expect_items, expect_number, expect_rounded_once, visible
 from utils.checking.masks import pairs
 from utils.checking.mistakes import name_mistakes
 
@@ -159,14 +151,12 @@ def skipping_mistake(got, q, k, v, mask: torch.Tensor, block_mask: BlockMask) ->
     return name_mistakes(got, attend(mask), wrong)
 
 
-def expect_skipped(
-    what: str, watch: OperationWatch, asked: int, block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor
-) -> None:
+def expect_skipped(what: str, watch, asked: int, block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
     """Assert that products, questions to the mask and the memory of scores are those of the blocks that hold a visible pair.
 
     Args:
         what: the call in the student's words.
-        watch: of the call.
+        watch: the `OperationWatch` of the call.
         asked: pairs that mask_mod was asked about.
         block_mask: the blocks, one table for all heads.
         q: (B, H, S, D).
