@@ -21,7 +21,7 @@
 # %% nbgrader={"grade_id": "setup", "locked": true}
 import torch
 
-from utils.checking import MATMUL, OperationWatch, check, expect_close, expect_number, forbid, require_answer
+from utils.checking import MATMUL, OperationWatch, check, expect_close, expect_number, forbid
 
 # %% [markdown]
 # ### Question 1.1: A product {points}
@@ -55,7 +55,6 @@ for hidden_seed in (3, 17):
 ### END HIDDEN TESTS
 
 # %%
-require_answer("gemm_broadcast", gemm_broadcast, "1.1")
 later = gemm_broadcast(torch.ones(2, 3), torch.ones(3, 2))
 
 # %% [markdown]

@@ -144,18 +144,6 @@ def raises_not_implemented(source: str) -> bool:
     return any(isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node) for node in ast.walk(tree))
 
 
-def require_answer(name: str, value: object, question: str) -> None:
-    """Stop a cell that needs an earlier answer, and say which one.
-
-    Args:
-        name: what the student was asked to write, for example `gemm_naive`
-        value: the object itself
-        question: the question that asks for it, for example `1.1`
-    """
-    if not is_answered(value):
-        raise AnswerNeeded(f"This cell needs {_label(question)} ({name}): answer it first.")
-
-
 def needs(own: str = "", /, *, files: dict[str, str] | None = None, after: str = "", **answers: str) -> None:
     """Stop a cell if an answer or another name that it uses is missing, and say which cell has to run first.
 
