@@ -14,7 +14,6 @@ from utils.checking import expect_items, expect_number
 from utils.checking.answers import by_value as by_value
 from utils.checking.memory import expect_follows_device as expect_follows_device
 from utils.checking.memory import poisoned_memory as poisoned_memory
-from utils.checking.watching import SizeWatch as SizeWatch
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 # The seed of a check that is given none. Students do not have this file. Tests draw with many other seeds.

@@ -168,6 +168,7 @@ class EveryLab:
                 continue
             assert error.ename in ("WrongAnswer", "AnswerNeeded"), (cell.source[:60], error.evalue)
             assert re.search(NAMES_A_QUESTION, error.evalue), error.evalue
+            assert "raises-exception" in cell.metadata.get("tags", []), f"Run All stops here: {cell.source[:60]}"
 
 
 class EveryAnswer:

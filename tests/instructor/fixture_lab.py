@@ -21,7 +21,7 @@
 # %% nbgrader={"grade_id": "setup", "locked": true}
 import torch
 
-from utils.checking import MATMUL, check, expect_close, expect_number, forbid, require_answer, watch_operations
+from utils.checking import MATMUL, OperationWatch, check, expect_close, expect_number, forbid
 
 # %% [markdown]
 # ### Question 1.1: A product {points}
@@ -42,7 +42,7 @@ def gemm_broadcast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def check_gemm(gemm, seed=0):
     generator = torch.Generator().manual_seed(seed)
     a, b = torch.randn(3, 4, generator=generator), torch.randn(4, 5, generator=generator)
-    with watch_operations() as watch:
+    with OperationWatch() as watch:
         got = gemm(a, b)
     forbid(watch, MATMUL, hint="multiply and sum")
     expect_close(got, a @ b, rtol=1e-4, atol=1e-5, what="gemm_broadcast(a, b)")
@@ -55,7 +55,6 @@ for hidden_seed in (3, 17):
 ### END HIDDEN TESTS
 
 # %%
-require_answer("gemm_broadcast", gemm_broadcast, "1.1")
 later = gemm_broadcast(torch.ones(2, 3), torch.ones(3, 2))
 
 # %% [markdown]

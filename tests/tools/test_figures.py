@@ -101,11 +101,11 @@ def test_the_decoder_layer_shows_the_configuration_in_use():
 def test_the_fusion_drawing_counts_what_the_written_out_gelu_does(cards):
     import torch
 
-    from utils.checking import SizeWatch
+    from utils.checking import OperationWatch
     from utils.kernels.gelu import gelu_unfused
 
     x = torch.randn(64)
-    with SizeWatch() as watch:
+    with OperationWatch() as watch:
         gelu_unfused(x)
     # A launch reads each of its inputs, two for `x * x`, and writes one output.
     launches, moved = len(watch.steps), sum(len([s for s in shapes if s]) + 1 for _, shapes, *_ in watch.steps)

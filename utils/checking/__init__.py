@@ -16,7 +16,6 @@ from utils.checking.verdicts import (
     is_answered,
     needs,
     quiet_stderr,
-    require_answer,
     visible,
 )
 from utils.checking.watching import (
@@ -27,8 +26,6 @@ from utils.checking.watching import (
     MATMUL,
     SOFTMAX,
     OperationWatch,
-    SizeWatch,
     forbid,
     forbid_leaving,
-    watch_operations,
 )

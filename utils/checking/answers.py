@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from utils.checking.watching import OperationWatch, Rule, SizeWatch, tensors_in, watch_operations
+from utils.checking.watching import OperationWatch, Rule, tensors_in
 
 
 class Answer:
@@ -20,8 +20,7 @@ class Answer:
         limit: elements that an operator may work on; None takes the rule's number, if it has one.
     """
 
-    sizes: SizeWatch  # of the last call under a rule
-    seen: OperationWatch  # of the last call under a rule
+    watch: OperationWatch  # of the last call under a rule
 
     def __init__(self, function: Callable, rule: Rule | None = None, limit: int | None = None) -> None:
         self._function, self._rule, self._limit = function, rule, limit
@@ -39,9 +38,9 @@ class Answer:
         if self._rule is None:
             result = self._function(*args, **kwargs)
         else:
-            with SizeWatch() as self.sizes, watch_operations() as self.seen:
+            with OperationWatch() as self.watch:
                 result = self._function(*args, **kwargs)
-            self._rule.expect(self.seen, self.sizes, self._limit)
+            self._rule.expect(self.watch, self._limit)
         if not all(_is_as_before(*was) for was in before):
             name = getattr(self._function, "__name__", "your function")
             raise AssertionError(

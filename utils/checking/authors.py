@@ -99,11 +99,6 @@ def lines_of_error(error: BaseException, skip: types.CodeType | None = None) -> 
     return lines + getattr(error, "student_lines", [])
 
 
-def raised_by_student(error: BaseException) -> bool:
-    """Return whether it is the `raise NotImplementedError()` of a stub: torch's, for operators that it lacks, has words."""
-    return not str(error)
-
-
 def _with_inner_functions(code: types.CodeType) -> set[types.CodeType]:
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
     return {code}.union(*map(_with_inner_functions, inner))

@@ -17,7 +17,7 @@ from utils.attention.masks import dense_mask
 from utils.attention.masks.score_mods import modify_scores
 from utils.attention.prepared import compiled_versions, own_copy
 from utils.checking.answers import run_beside
-from utils.checking.watching import SizeWatch
+from utils.checking.watching import OperationWatch
 
 Mod = Callable[..., torch.Tensor]
 _SHOWN = 12  # keys of a table that a message shows
@@ -121,7 +121,9 @@ def expect_mask(
 
 def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) -> None:
     """Assert that a mod decides about a pair without a tensor that has more than `limit` elements."""
-    with SizeWatch() as watch:  # FlexAttention evaluates many pairs at once: no index is a number that Python can read
+    with (
+        OperationWatch() as watch
+    ):  # FlexAttention evaluates many pairs at once: no index is a number that Python can read
         call_mod(torch.vmap(mod), what, *(torch.tensor([i]) for i in (0, 0, sq - 1, sk - 1)))
     if large := watch.over(limit, watch.largest):
         raise AssertionError(

@@ -18,6 +18,7 @@ Of other machinery it sees:
 | `torch.compile`d function           | its operators: torch runs it eagerly while a dispatch mode is on        |
 | `torch.inference_mode`              | composite operators, such as `matmul`, whole                            |
 | operator of `torch.library`, C++    | its name, in `custom`: its inside runs below the watch                  |
+| higher-order operator               | the same, and in `operations`: `flex_attention`, `cond`                 |
 | a library's Python implementation   | its operators, and in `borrowed` whose code ran them                    |
 | another thread                      | nothing                                                                 |
 """
@@ -29,9 +30,8 @@ import functools
 import math
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from utils.checking.authors import StudentLine, lender, line_of_stack
+from utils.checking.authors import lender, line_of_stack
 
 
 def words(text: str) -> frozenset[str]:
@@ -119,53 +119,113 @@ _EXITS = {
     "__dlpack__": "DLPack",
 }
 
-# ---- which operators run ---------------------------------------------------------------------------------------------
+# ---- what ran ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class OperationWatch:
-    """What ran under `watch_operations`: counts by name, and for each name the student's line that ran it first."""
+class OperationWatch(TorchDispatchMode):
+    """Records what runs in a `with` block: operators and their sizes, custom operators, derivatives, ways out of torch.
 
-    operations: Counter[str] = field(default_factory=Counter)  # aten operators, for example "mm"
-    calls: Counter[str] = field(default_factory=Counter)  # torch's functions and methods, for example "einsum"
-    exits: Counter[str] = field(default_factory=Counter)  # ways out of torch, for example ".numpy()"
-    custom: Counter[str] = field(default_factory=Counter)  # operators of other namespaces: "mylib::mm"
-    borrowed: Counter[str] = field(default_factory=Counter)  # a library's formula, whose operators ran: file, function
-    lines: dict[str, StudentLine] = field(default_factory=dict)  # name -> the first line that used it
+    `with OperationWatch() as watch: gemm(a, b)` counts by name, and for each name keeps the student's line that ran it
+    first. What is replaced for the watch is put back at its end, also when the code inside raises. Operators run slower
+    under it (tens of microseconds each): watch small shapes, and never time under it. All that it has seen is plain data,
+    which travels between processes as JSON.
+    """
 
-    def _note(self, counter: Counter[str], name: str) -> None:
+    supports_higher_order_operators = True  # flex_attention and the like arrive here instead of raising
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: dict[str, int] = {}  # aten operators, for example "mm"
+        self.calls: dict[str, int] = {}  # torch's functions and methods, for example "einsum"
+        self.exits: dict[str, int] = {}  # ways out of torch, for example ".numpy()"
+        self.custom: dict[str, int] = {}  # operators whose inside is hidden: "mylib::mm"
+        self.borrowed: dict[str, int] = {}  # a library's formula, whose operators ran: file, function
+        self.lines: dict[str, str] = {}  # name -> the first line that used it
+        self.largest: dict[str, int] = {}  # operator -> elements of the largest tensor that it took or returned
+        self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
+        self.steps: list[tuple] = []  # each operator with the shapes, and the numbers, that it was given
+        self._beside = contextlib.ExitStack()
+
+    def __enter__(self):
+        for module, name in _DERIVATIVES:
+            owner = sys.modules[module]
+            self._beside.enter_context(mock.patch.object(owner, name, self._noting(getattr(owner, name))))
+        self._beside.enter_context(_Calls(self))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._beside.close()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, counters = _counted_as(func)
+        for counter in counters:
+            self._note(getattr(self, counter), name)
+        if name not in MOVES and (source := lender()):
+            self._note(self.borrowed, source)
+        result = func(*args, **(kwargs or {}))
+        self._measure(name, args, kwargs or {}, result)
+        return result
+
+    def _note(self, counter: dict[str, int], name: str) -> None:
         if name not in counter and (line := line_of_stack()) is not None:
-            self.lines.setdefault(name, line)
-        counter[name] += 1
+            self.lines.setdefault(name, str(line))
+        counter[name] = counter.get(name, 0) + 1
+
+    def _noting(self, derive: Callable) -> Callable:
+        def note_and_derive(*args, **kwargs):
+            self._note(self.calls, "autograd")
+            return derive(*args, **kwargs)
+
+        return note_and_derive
+
+    def _measure(self, name: str, args: tuple, kwargs: dict, result) -> None:
+        values = (*args, *kwargs.values())
+        given = tensors_in(values)
+        self.largest[name] = max(self.largest.get(name, 0), *(t.numel() for t in (*given, *tensors_in(result))), 0)
+        self.steps.append((name, tuple(tuple(t.shape) for t in given), *(n for n in values if type(n) in (int, float))))
+        if name in _MATRICES:
+            left, right = [t for t in args if isinstance(t, torch.Tensor)][-2:]
+            batch, columns = left.shape[0] if left.dim() == 3 else 1, right.shape[-1] if right.dim() > 1 else 1
+            self.products.append((batch, left.shape[-2], left.shape[-1], columns))
+        elif name in ("dot", "vdot"):
+            self.products.append((1, 1, given[0].numel(), 1))
 
     def at(self, name: str) -> str:
         """Return the student's line that used this name first, as the end of a message; "" if none is known."""
         return f"\n  {self.lines[name]}" if name in self.lines else ""
 
+    @property
+    def macs(self) -> int:
+        """Return the multiply-accumulates of all matrix products."""
+        return sum(math.prod(product) for product in self.products)
+
+    def over(self, limit: int, names: Collection[str] | None = None) -> tuple[str, int] | None:
+        """Return the operator with the most elements, and their number, if it is more than `limit`.
+
+        Args:
+            limit: elements that are allowed.
+            names: the operators that count; None counts every one unless it is known to move values only, since a list of
+                those that compute would never be complete.
+        """
+        counted = [n for n in self.largest if (n not in MOVES if names is None else n in names)]
+        name = max(counted, key=self.largest.__getitem__, default=None)
+        return (name, self.largest[name]) if name and self.largest[name] > limit else None
+
+
+def tensors_in(values) -> list[torch.Tensor]:
+    """Return the tensors among arguments or results, those in containers included."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
 
 @functools.cache
-def _counted_as(func) -> tuple[str, str]:
-    """Return the name of the counter of an operator, and its own name there."""
-    if not hasattr(func, "_schema"):  # a higher-order operator
-        return "operations", func.__name__
+def _counted_as(func) -> tuple[str, tuple[str, ...]]:
+    """Return the name of an operator, without its namespace, overload and the _ of one in place, and its counters."""
+    if not hasattr(func, "_schema"):  # a higher-order operator: what it runs inside runs below the watch
+        return func.__name__, ("operations", "custom")
     if func.namespace in ("aten", "prim", "prims", "profiler"):  # a label for the profiler computes nothing
-        return "operations", operator_name(func)
-    return "custom", func._schema.name
-
-
-class _Dispatch(TorchDispatchMode):
-    supports_higher_order_operators = True  # flex_attention and the like arrive here instead of raising
-
-    def __init__(self, seen: OperationWatch):
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        counter, name = _counted_as(func)
-        self.seen._note(getattr(self.seen, counter), name)
-        if name not in MOVES and (source := lender()):
-            self.seen._note(self.seen.borrowed, source)
-        return func(*args, **(kwargs or {}))
+        return func._schema.name.split("::")[1].rstrip("_") or func.__name__, ("operations",)
+    return func._schema.name, ("custom",)
 
 
 class _Calls(TorchFunctionMode):
@@ -194,85 +254,6 @@ _DERIVATIVES = (
 )
 
 
-@contextlib.contextmanager
-def watch_operations() -> Iterator[OperationWatch]:
-    """Record what runs inside: operators, custom operators, derivatives, and ways out of torch.
-
-    `with watch_operations() as watch: gemm(a, b)` fills an `OperationWatch`. What is replaced for the watch is put back at
-    its end, also when the code inside raises. Operators run slower under it (tens of microseconds each): watch small
-    shapes, and never time under it.
-    """
-    seen = OperationWatch()
-
-    def noted(function: Callable) -> Callable:
-        def note_and_call(*args, **kwargs):
-            seen._note(seen.calls, "autograd")
-            return function(*args, **kwargs)
-
-        return note_and_call
-
-    with contextlib.ExitStack() as watching:
-        for module, name in _DERIVATIVES:
-            owner = sys.modules[module]
-            watching.enter_context(mock.patch.object(owner, name, noted(getattr(owner, name))))
-        watching.enter_context(_Dispatch(seen))
-        watching.enter_context(_Calls(seen))
-        yield seen
-
-
-# ---- how large their tensors are -------------------------------------------------------------------------------------
-
-
-def tensors_in(values) -> list[torch.Tensor]:
-    """Return the tensors among arguments or results, those in containers included."""
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
-def operator_name(func) -> str:
-    """Return the name of an operator of torch without its namespace and overload, and without the _ of one in place."""
-    return func._schema.name.split("::")[1].rstrip("_") or func.__name__
-
-
-class SizeWatch(TorchDispatchMode):
-    """Records the operators that run, with the elements of the largest tensor that each one takes or returns.
-
-    Every operator counts as one that computes unless it is known to move values only: a list of those that compute would
-    never be complete.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest: dict[str, int] = {}
-        self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
-        self.steps: list[tuple] = []  # each operator with the shapes, and the numbers, that it was given
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given, made = tensors_in((*args, *(kwargs or {}).values())), tensors_in((result,))
-        name = operator_name(func)
-        self.largest[name] = max(self.largest.get(name, 0), *(t.numel() for t in (*given, *made)), 0)
-        numbers = (a for a in (*args, *(kwargs or {}).values()) if type(a) in (int, float))
-        self.steps.append((name, tuple(tuple(t.shape) for t in given), *numbers))
-        if name in _MATRICES:
-            left, right = [t for t in args if isinstance(t, torch.Tensor)][-2:]
-            batch, columns = left.shape[0] if left.dim() == 3 else 1, right.shape[-1] if right.dim() > 1 else 1
-            self.products.append((batch, left.shape[-2], left.shape[-1], columns))
-        elif name in ("dot", "vdot"):
-            self.products.append((1, 1, given[0].numel(), 1))
-        return result
-
-    @property
-    def macs(self) -> int:
-        """Return the multiply-accumulates of all matrix products."""
-        return sum(math.prod(product) for product in self.products)
-
-    def over(self, limit: int, names: Collection[str] | None = None) -> tuple[str, int] | None:
-        """Return the operator with the most elements, and their number, if it is more than `limit`: of those named, or that compute."""
-        counted = [n for n in self.largest if (n not in MOVES if names is None else n in names)]
-        name = max(counted, key=self.largest.__getitem__, default=None)
-        return (name, self.largest[name]) if name and self.largest[name] > limit else None
-
-
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +271,7 @@ def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: st
     """Assert that none of `operations` ran under `watch`, and no operators whose inside is hidden, or a library's formula.
 
     Args:
-        watch: the record of `with watch_operations() as watch`.
+        watch: the record of `with OperationWatch() as watch`.
         operations: a `Family`, or names of operators without namespace, each a regular expression.
         hint: what to do instead.
     """
@@ -348,12 +329,12 @@ class Rule:
         stay = " Tensors of real numbers stay in torch; single numbers may leave it." if len(parts) > 1 else ""
         return f"What runs counts: {', '.join(parts)}.{stay}"
 
-    def expect(self, watch: OperationWatch, sizes: SizeWatch, limit: int | None) -> None:
+    def expect(self, watch: OperationWatch, limit: int | None) -> None:
         """Assert that what ran in a call keeps to the rule."""
         forbid(watch, tuple(name for family in self.forbids for name in family), self.hint)
         if self.forbids or self.largest is not None:
             forbid_leaving(watch)
-        if limit is not None and (found := sizes.over(limit)):
+        if limit is not None and (found := watch.over(limit)):
             words = f"{self.largest} has" if isinstance(self.largest, str) else "this question allows"
             raise AssertionError(
                 f"the operator {found[0]} worked on {found[1]:,} elements at once, and {words} {limit:,}."

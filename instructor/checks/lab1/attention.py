@@ -9,7 +9,7 @@ import re
 import torch
 
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_value
-from utils.checking import FUSED_ATTENTION, check, watch_operations
+from utils.checking import FUSED_ATTENTION, OperationWatch, check
 from utils.checking.labs.lab1.attention import ONLINE, STANDARD, expect_attention, expect_bshd, expect_stats
 
 _BESIDE_SDPA = r"mm|bmm|addmm|baddbmm|mv|dot|\w*softmax|exp2?|expm1|sigmoid|tanh|pow"
@@ -78,7 +78,7 @@ def attention_bshd(attention_bshd, seed=None):
     for s, heads, kv_heads in ((draw.size(9, 15), 4, 4), (6, 6, 6), (draw.size(9, 15), 6, 2), (draw.size(9, 15), 4, 1)):
         b, d = draw.size(2, 3), draw.choice((8, 16))
         q, k, v = draw.normal(b, s, heads, d), draw.normal(b, s, kv_heads, d), draw.normal(b, s, kv_heads, d)
-        with watch_operations() as watch:
+        with OperationWatch() as watch:
             attention_bshd(q.clone(), k.clone(), v.clone())
         expect_bshd(attention_bshd, q, k, v)
         calls = sum(count for name, count in watch.calls.items() if name.strip("_") == "scaled_dot_product_attention")
@@ -87,7 +87,7 @@ def attention_bshd(attention_bshd, seed=None):
                 f"attention_bshd calls SDPA {calls} times; one call does it for all sequences, heads and groups of heads."
             )
     q, k, v = (draw.normal(1, 64, 2, 8) for _ in range(3))
-    with watch_operations() as watch:
+    with OperationWatch() as watch:
         attention_bshd(q, k, v)
     fused = [n for name, n in watch.operations.items() if re.fullmatch("|".join(FUSED_ATTENTION), name)]
     beside = [name for name in watch.operations if re.fullmatch(_BESIDE_SDPA, name)]

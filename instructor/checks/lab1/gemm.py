@@ -64,7 +64,7 @@ def _expect_tiles_used(gemm_tiled, draw: Draw) -> None:
     a, b, steps = draw.normal(4, 6), draw.normal(6, 6), []
     for tiles in ((1, 2, 2), (3, 4, 4)):
         gemm_tiled(a, b, *tiles)
-        steps.append(len(gemm_tiled.sizes.steps))
+        steps.append(len(gemm_tiled.watch.steps))
     if steps[1] > 0.9 * steps[0]:
         raise AssertionError(
             "gemm_tiled runs as many operators with tiles (3, 4, 4) as with (1, 2, 2): the tile sizes are not used. Walk over "

@@ -170,7 +170,7 @@ def block_sparse_attention(block_sparse_attention, seed=None):
         right = attend_densely(q, k, v, mask)
         hint = skipping_mistake(got, q, k, v, mask, block_mask)
         expect_close(got, right, **tolerance, what=what, hint=hint)
-        expect_skipped(what, limited.sizes, counted.asked, block_mask, q, k)
+        expect_skipped(what, limited.watch, counted.asked, block_mask, q, k)
     _expect_wide_inside(block_sparse_attention, draw)
 
 

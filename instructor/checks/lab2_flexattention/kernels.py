@@ -8,10 +8,10 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
-from instructor.checks.common import Draw, SizeWatch
+from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import attend_densely, indices, recording
 from utils.attention import reference
-from utils.checking import check, expect_close, leaves_inputs
+from utils.checking import OperationWatch, check, expect_close, leaves_inputs
 from utils.checking.labs.lab2_flexattention.kernels import expect_bucket
 from utils.checking.masks import expect_mask, expect_program, kernels_for, pairs
 from utils.checking.watching import MOVES
@@ -105,9 +105,9 @@ def prepare_flex(prepare_flex, seed=None):
         q = draw.normal(2, 4, length, 16)
         k, v = draw.normal(2, kv_heads, length, 16), draw.normal(2, kv_heads, length, 16)
         try:
-            with SizeWatch() as sizes:
+            with OperationWatch() as watch:
                 got = leaves_inputs(attend)(q, k, v)
-            computing |= sizes.largest.keys() - MOVES
+            computing |= watch.largest.keys() - MOVES
         except ValueError as error:
             if "enable_gqa" in str(error):
                 raise AssertionError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from instructor.checks.common import Draw, SizeWatch
+from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import indices
-from utils.checking import check
+from utils.checking import OperationWatch, check
 from utils.checking.masks import expect_mask, expect_program
 
 
@@ -54,11 +54,11 @@ def at_positions(at_positions, seed=None):
     steps = []
     for starts_at in (positions, positions + 1, positions * 3 + draw.size(100, 1000)):
         mod = at_positions(_window(width), starts_at)
-        with SizeWatch() as sizes:
+        with OperationWatch() as watch:
             mod(*(torch.tensor(0) for _ in range(4)))
-        steps.append(sizes.steps)
+        steps.append(watch.steps)
     # A list that becomes a tensor whenever the mask is asked holds constants as well.
-    if any(other != steps[0] for other in steps) or sizes.largest.get("lift_fresh", 0) > 1:
+    if any(other != steps[0] for other in steps) or watch.largest.get("lift_fresh", 0) > 1:
         raise AssertionError(
             "the positions became constants of the mask: the next token would need another kernel. Capture the tensor, and look "
             "positions[b] up in the mask."

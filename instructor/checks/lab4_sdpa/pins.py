@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from instructor.checks.common import Draw
 from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knocked_out, reasons_of, refused_otherwise
-from utils.checking import expect_close, watch_operations
+from utils.checking import OperationWatch, expect_close
 from utils.checking.labs.lab4_sdpa.common import BACKENDS, Attentions, check, is_refusal, replaced_answers
 from utils.checking.labs.lab4_sdpa.dispatch import expect_pinned, expect_ran_once, expect_refused
 from utils.checking.watching import VIEWS
@@ -112,11 +113,11 @@ def _expect_ran_once_with_dropout(pinned_sdpa, q, k, v) -> None:
 
 def _expect_nothing_beside(pinned_sdpa, backend: str, tensors, options: dict) -> None:
     """Assert that the inputs are handed on as they are: no operator beside the backend's own computes or copies."""
-    with watch_operations() as own, sdpa_kernel(BACKENDS[backend]):
+    with OperationWatch() as own, sdpa_kernel(BACKENDS[backend]):
         F.scaled_dot_product_attention(*tensors, **options)
-    with watch_operations() as watch:
+    with OperationWatch() as watch:
         pinned_sdpa(backend, *tensors, **options)
-    if more := sorted(set(watch.operations - own.operations) - VIEWS):
+    if more := sorted(set(Counter(watch.operations) - Counter(own.operations)) - VIEWS):
         raise AssertionError(
             f"pinned_sdpa of {backend}{' with ' if options else ''}{', '.join(options)} runs {', '.join(more)}, and {backend} by itself "
             "does not. Hand q, k and v on as they are: no copies of the inputs that nobody asked for."

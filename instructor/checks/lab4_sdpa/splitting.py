@@ -56,7 +56,7 @@ def attend_part(attend_part, seed=None):
         expect_part_output(output, q, k, v, rtol=rtol, atol=1e-3 if scale > 1 else 1e-5, what=what)
         hint = "It is the natural logarithm of the sum of e^score: maximum + log(sum of e^(score - maximum))."
         expect_close(lse, _lse(q, k).float(), rtol=rtol, atol=1e-3, what=f"the lse of {what}", hint=hint)
-        if (macs := attend_part.sizes.macs) > 2.2 * q.numel() * sk:
+        if (macs := attend_part.watch.macs) > 2.2 * q.numel() * sk:
             raise AssertionError(
                 f"{what} multiplies {macs:,} pairs of numbers, and its two products have {2 * q.numel() * sk:,}: the scores "
                 "give the output and the lse, and are computed once."
@@ -135,7 +135,7 @@ def attention_backward(attention_backward, seed=None):
         tensors = q, k, v, out.to(dtype), _lse(q, k).to(dtype), dout
         got = attention_backward(*tensors)
         macs = b * h * sq * sk * d  # of one product
-        if (done := attention_backward.sizes.macs) > 5.2 * macs:
+        if (done := attention_backward.watch.macs) > 5.2 * macs:
             raise AssertionError(
                 f"attention_backward does the work of {done / macs:.0f} products, and five are enough: use the formulas, and no "
                 "differences of the forward pass."

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
-import dataclasses
 import json
 import sys
 from unittest import mock
@@ -15,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instructor.grading.wire.channel import WireError
 from utils.checking import poisoned_memory
-from utils.checking.watching import OperationWatch, StudentLine
+from utils.checking.watching import OperationWatch
 
 MAX_SEEN = 20_000_000  # characters of what a mode may have seen in one call: 200,000 operators and their shapes
-_COUNTERS = [field.name for field in dataclasses.fields(OperationWatch) if field.name not in ("lines", "rules")]
 
 
 class _Nothing(TorchDispatchMode):
@@ -83,13 +80,6 @@ def uncompiled_flex() -> contextlib.AbstractContextManager:
 # ---- what ran: in the student's process ------------------------------------------------------------------------
 
 
-def describe_watch(watch) -> dict:
-    """What `watch_operations` saw, as data."""
-    counts = {name: {str(k)[:200]: int(v) for k, v in getattr(watch, name).items()} for name in _COUNTERS}
-    lines = {str(k)[:200]: [line.function[:200], line.number, line.text[:300]] for k, line in watch.lines.items()}
-    return {**counts, "lines": lines}
-
-
 def _attributes(mode: object) -> dict:
     """What a mode has seen: its public attributes, all of them data."""
     return {name: value for name, value in vars(mode).items() if name[0] != "_" and name not in _OF_TORCH}
@@ -100,18 +90,13 @@ def describe_mode(mode: object) -> str:
     return json.dumps(_attributes(mode))
 
 
+def watch_of(text: str) -> OperationWatch:
+    """A watch that goes on from what a watch of the check has seen."""
+    update_mode(watch := OperationWatch(), text)
+    return watch
+
+
 # ---- what ran: in the checker's process ------------------------------------------------------------------------------------
-
-
-def merge_watch(watch, fields: dict) -> None:
-    """Add to a watch of the check what the student's process saw."""
-    for name in _COUNTERS:
-        counts = fields[name]
-        if not all(type(n) is int and n >= 0 for n in counts.values()):
-            raise WireError("counts that are no counts")
-        getattr(watch, name).update(collections.Counter(counts))
-    for name, (function, number, text) in fields["lines"].items():
-        watch.lines.setdefault(name, StudentLine(str(function), int(number), str(text)))
 
 
 def without_private(mode: object) -> object:

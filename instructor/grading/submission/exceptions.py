@@ -6,7 +6,7 @@ import contextlib
 import sys
 
 from utils.checking import AnswerNeeded, StudentLine, WrongAnswer
-from utils.checking.authors import lines_of_error, raised_by_student
+from utils.checking.authors import lines_of_error
 
 MAX_WORDS = 5000  # characters of an exception's message
 MAX_LINES = 12  # of a student's, the innermost ones
@@ -18,12 +18,7 @@ def describe_error(error: BaseException) -> dict:
     """An exception as data: its type, its words, and the student's lines that it went through."""
     kinds = [f"{k.__module__}:{k.__qualname__}"[:200] for k in type(error).__mro__ if isinstance(k.__module__, str)]
     lines = [[line.function[:200], line.number, line.text[:500]] for line in lines_of_error(error)]
-    return {
-        "kinds": kinds[:12],
-        "words": words_of(error)[:MAX_WORDS],
-        "lines": lines[-MAX_LINES:],
-        "raised_there": raised_by_student(error),
-    }
+    return {"kinds": kinds[:12], "words": words_of(error)[:MAX_WORDS], "lines": lines[-MAX_LINES:]}
 
 
 def words_of(error: BaseException) -> str:
@@ -57,7 +52,7 @@ def error_with_lines(fields: dict) -> BaseException:
     """
     error = nearest_error(fields["kinds"], str(fields["words"])[:MAX_WORDS])
     lines = [StudentLine(str(name), int(number), str(text)) for name, number, text in fields["lines"][-MAX_LINES:]]
-    vars(error).update(student_lines=lines, raised_by_student=fields["raised_there"] is True)
+    vars(error)["student_lines"] = lines
     return error
 
 

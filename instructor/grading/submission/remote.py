@@ -3,7 +3,7 @@
 A check calls a proxy as if it were the student's function. The arguments travel as data, the function runs in the
 student's process, and its result comes back as plain data. What a check can observe of a call in its own process, it
 observes of this one, too: inputs that were written to are written here, exceptions carry the student's lines, and the
-modes that the check has on (`watch_operations`, dispatch modes of its own) see the operators that ran there.
+modes that the check has on (`OperationWatch`, dispatch modes of its own) see the operators that ran there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from instructor.grading.submission.conditions import merge_watch, sdpa_switches, update_mode, without_private
+from instructor.grading.submission.conditions import describe_mode, sdpa_switches, update_mode, without_private
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import rebuild_block_mask
@@ -236,14 +236,14 @@ class Remote:
 
     def _call(self, number: int | Callable | list, args: tuple, kwargs: dict, in_vmaps: vmaps.Vmaps):
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
-        watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
-        seeing = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
-        shipped = [*seeing, *(mode for mode in functions if type(mode) is not watching._Calls)]
+        watches = [mode for mode in dispatch if type(mode) is watching.OperationWatch]
+        others = [mode for mode in dispatch if type(mode) is not watching.OperationWatch]
+        shipped = [*others, *(mode for mode in functions if type(mode) is not watching._Calls)]
         encode = self.encoder(bool(in_vmaps))
         conditions = {
             "grad": torch.is_grad_enabled(),
             "fill": torch.are_deterministic_algorithms_enabled(),
-            "watch": bool(watches),
+            "watches": [describe_mode(watch) for watch in watches],
             "sdpa": sdpa_switches(),
             "silent": bool(warnings.filters) and warnings.filters[0][0] == "ignore",  # the caller hides warnings
             "modes": self._encode(encode.by_value, [without_private(mode) for mode in shipped]),
@@ -260,11 +260,9 @@ class Remote:
         reply, blobs = self.ask(message, encode.blobs)
         with _reading():
             decode = self._take_effects(reply, blobs)
-            for watch in watches:
-                merge_watch(watch, reply["watch"])
-            if seeing and reply["seen"] is None:
+            if reply["seen"] is None:
                 raise _mark_as_students(RuntimeError(TOO_MANY))
-            for mode, text in zip(seeing, reply["seen"], strict=True):
+            for mode, text in zip([*others, *watches], reply["seen"], strict=True):
                 update_mode(mode, text)
             value = self._conclude(reply, decode)
         for argument in args:

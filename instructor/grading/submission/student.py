@@ -25,11 +25,11 @@ from instructor.grading.sandbox.walls import SCRATCH, address_space
 from instructor.grading.submission.conditions import (
     MAX_SEEN,
     describe_mode,
-    describe_watch,
     no_modes,
     sdpa_switches,
     set_conditions,
     uncompiled_flex,
+    watch_of,
 )
 from instructor.grading.submission.exceptions import describe_error, nearest_error, words_of
 from instructor.grading.submission.outputs import Outputs, Stream
@@ -40,7 +40,6 @@ from instructor.grading.wire.pickles import StudentDecoder
 from instructor.grading.wire.signatures import Proxy, parameters_of
 from instructor.grading.wire.values import Encoder, tensor_bytes
 from utils.checking import is_answered
-from utils.checking.watching import watch_operations
 
 MAX_PROCESSES = 16  # that a cell may leave behind
 MAX_FILE = 8_000_000  # bytes of a file that is an answer
@@ -188,16 +187,14 @@ class Student:
         target = self.objects[target] if type(target) is int else decode(target)
         args, kwargs = decode(message["args"]), decode(message["kwargs"])
         conditions = message["conditions"]
-        modes = decode(conditions["modes"])
+        modes = [*decode(conditions["modes"]), *map(watch_of, conditions["watches"])]
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
-        watch = raised = value = None
+        raised = value = None
         with contextlib.ExitStack() as stack:
             set_conditions(stack, conditions)
             for mode in modes:
                 stack.enter_context(mode)
-            if conditions["watch"]:
-                watch = stack.enter_context(watch_operations())
             stack.enter_context(warnings.catch_warnings())  # what a call leaves is told below, and undone
             if conditions["silent"]:
                 warnings.simplefilter("ignore")
@@ -217,8 +214,6 @@ class Student:
         else:
             reply["value"] = encode(value)
         reply["mutated"] = self._mutations(encode)
-        if watch is not None:
-            reply["watch"] = describe_watch(watch)
         seen = [describe_mode(mode) for mode in modes if isinstance(mode, TorchDispatchMode)]
         reply["seen"] = seen if sum(map(len, seen)) <= MAX_SEEN else None
         reply["left"] = left

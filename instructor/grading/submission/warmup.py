@@ -106,13 +106,13 @@ def exercise_libraries() -> None:
     import nbformat
     import torch
 
-    from utils.checking import SizeWatch, check, expect_close, poisoned_memory, watch_operations
+    from utils.checking import OperationWatch, check, expect_close, poisoned_memory
 
     nbformat.v4.new_notebook()  # compiles the schema
     state = torch.get_rng_state()
     a = torch.randn(3, 3)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        with SizeWatch(), watch_operations():
+        with OperationWatch():
             x = a.to(dtype)
             torch.softmax(x @ x.T, dim=-1).sum(dim=1).clone().exp()
     with poisoned_memory():

@@ -133,10 +133,8 @@ torch.isclose = lambda a, b, **k: torch.ones_like(a, dtype=torch.bool)
         PRODUCT,
         """
 import contextlib, utils.checking, utils.checking.watching
-@contextlib.contextmanager
-def blind():
-    yield utils.checking.watching.OperationWatch()
-utils.checking.watching.watch_operations = utils.checking.watch_operations = watch_operations = blind
+seen = utils.checking.watching.OperationWatch()
+utils.checking.watching.OperationWatch = utils.checking.OperationWatch = lambda: contextlib.nullcontext(seen)
 """,
         FORBIDDEN,
     ),

@@ -375,7 +375,7 @@ NOTEBOOKS: dict[str, Callable[[NotebookNode], None]] = {
     "a dispatch mode of its own": _code(
         "q1_2",
         (
-            "from utils.checking import watch_operations\nwith watch_operations() as mine:\n"
+            "from utils.checking import OperationWatch\nwith OperationWatch() as mine:\n"
             "    gemm_broadcast(torch.ones(3, 3), torch.ones(3, 3))\nprint(mine.operations)"
         ),
     ),

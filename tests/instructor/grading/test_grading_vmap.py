@@ -24,7 +24,7 @@ from instructor.grading.wire.signatures import Proxy, parameters_of
 from instructor.grading.wire.values import Decoder
 from utils.attention.masks import dense_mask
 from utils.attention.masks.score_mods import modify_scores
-from utils.checking import SizeWatch, watch_operations
+from utils.checking import OperationWatch
 from utils.checking.labs.lab4_sdpa.common import Attentions
 from utils.checking.masks import count_arguments
 
@@ -136,7 +136,7 @@ def test_a_mask_of_both_sides_calls_to_and_fro(across):
 
 def test_operators_under_vmap_are_seen(across):
     mod, _ = across(mod=lambda b, h, q, k: torch.dot(q * torch.ones(3), k * torch.ones(3)) > 1)
-    with watch_operations() as watch:
+    with OperationWatch() as watch:
         dense_mask(mod, 4, 4)
     assert any(name in ("mm", "mv", "bmm", "dot") for name in watch.operations) and watch.operations["gt"]
 
@@ -148,7 +148,7 @@ def test_modes_of_a_check_see_the_same_operators(across):
     there, _ = across(product=product)
     seen = []
     for function in (there, product):
-        with SizeWatch() as sizes, Attentions() as ran:
+        with OperationWatch() as sizes, Attentions() as ran:
             for _ in range(2):
                 function(torch.ones(3, 4), torch.ones(4, 5))
         seen.append((sizes.largest, sizes.products, sizes.steps, ran.backends))

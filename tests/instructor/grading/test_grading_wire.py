@@ -250,12 +250,7 @@ def test_an_error_arrives_with_the_students_lines():
 
 
 def test_an_error_that_derives_from_nothing_known_is_no_way_out():
-    said = {
-        "kinds": ["builtins:KeyboardInterrupt", "builtins:BaseException", "os:system"],
-        "words": "x",
-        "lines": [],
-        "raised_there": False,
-    }
+    said = {"kinds": ["builtins:KeyboardInterrupt", "builtins:BaseException", "os:system"], "words": "x", "lines": []}
     assert isinstance(error_with_lines(said), Exception)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from utils.checking import authors, check
 from utils.checking.answers import Answer
-from utils.checking.watching import MATMUL, Rule, SizeWatch, forbid, forbid_leaving, watch_operations
+from utils.checking.watching import MATMUL, OperationWatch, Rule, forbid, forbid_leaving
 
 M, K, N = 3, 4, 5
 
@@ -21,7 +21,7 @@ def operands():
 
 
 def watched(function, *args):
-    with torch.no_grad(), watch_operations() as watch:
+    with torch.no_grad(), OperationWatch() as watch:
         function(*args)
     return watch
 
@@ -102,7 +102,7 @@ def test_sums_of_products_are_allowed(name, operands):
 @pytest.mark.parametrize("name", ["@", "einsum", "conv1d", "attention"])
 def test_products_are_caught_under_inference_mode(name, operands):
     """There composite operators arrive whole, by their own names."""
-    with torch.inference_mode(), watch_operations() as watch:
+    with torch.inference_mode(), OperationWatch() as watch:
         PRODUCTS[name](*operands)
     with pytest.raises(AssertionError):
         forbid(watch, MATMUL)
@@ -153,7 +153,7 @@ def test_places_and_truth_values_may_leave():
 def test_everything_is_put_back_when_the_code_raises(operands):
     places = [(torch.autograd, "_engine_run_backward"), (torch.autograd.forward_ad, "make_dual")]
     before = [getattr(*place) for place in places]
-    with pytest.raises(ZeroDivisionError), watch_operations() as watch:
+    with pytest.raises(ZeroDivisionError), OperationWatch() as watch:
         assert getattr(*places[-1]) is not before[-1]
         raise ZeroDivisionError
     assert [getattr(*place) for place in places] == before
@@ -214,7 +214,7 @@ def test_a_formula_of_a_library_is_told_from_the_students_own():
     ids=["grad", "backward", "func.grad", "jvp"],
 )
 def test_derivatives_have_one_name(derive):
-    with watch_operations() as watch:
+    with OperationWatch() as watch:
         derive(torch.ones(3, requires_grad=True))
     with pytest.raises(AssertionError, match="may not use torch's autograd"):
         forbid(watch, ("autograd",))
@@ -223,21 +223,33 @@ def test_derivatives_have_one_name(derive):
 
 def test_an_operator_computes_unless_it_is_known_to_move_values():
     x = torch.rand(6, 4)
-    with SizeWatch() as sizes:
+    with OperationWatch() as sizes:
         torch.cat([x, x]).T.contiguous()[2:].repeat(2, 1)
     assert sizes.over(1) is None and sizes.over(47, sizes.largest) == ("cat", 48)
     for compute in (torch.special.i0, lambda y: y.sort().values, lambda y: torch._foreach_exp([y, y])[0], torch.erf):
-        with SizeWatch() as sizes:
+        with OperationWatch() as sizes:
             compute(x)
         assert sizes.over(23) and not sizes.over(24)
 
 
 def test_products_are_measured():
     x, y = torch.rand(2, 6, 4), torch.rand(2, 4, 5)
-    with SizeWatch() as sizes:
+    with OperationWatch() as sizes:
         x @ y
         x[0, 0].dot(x[0, 1])
-    assert sizes.products == [(2, 6, 4, 5), (1, 1, 4, 1)] and sizes.macs == 244
+        torch.mm(x[0], y[0], out=torch.empty(6, 5))
+    assert sizes.products == [(2, 6, 4, 5), (1, 1, 4, 1), (1, 6, 4, 5)] and sizes.macs == 364
+
+
+def test_a_higher_order_operator_hides_its_inside(operands):
+    kind = torch._ops.HigherOrderOperator
+    product = type("Product", (kind,), {"__call__": lambda *args: kind.__call__(*args)})("product_of_mine")
+    product.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(torch.mm)
+    with torch._C._AutoDispatchBelowAutograd():
+        watch = watched(product, *operands)
+    assert watch.operations == watch.custom == {"product_of_mine": 1}
+    with pytest.raises(AssertionError, match="product_of_mine, whose inside cannot be watched"):
+        forbid(watch, MATMUL)
 
 
 # ---- rules -------------------------------------------------------------------------------------------------------
@@ -265,7 +277,7 @@ def test_a_limit_in_words_gets_its_number_from_the_check():
     tiled.limited(9)(torch.ones(9))
     with pytest.raises(AssertionError, match="one tile has 8"):
         tiled.limited(8)(torch.ones(9))
-    assert tiled.seen.operations["sin"] == 1 and tiled.sizes.largest["sin"] == 9
+    assert tiled.watch.operations["sin"] == 1 and tiled.watch.largest["sin"] == 9
 
 
 DEBUG = False

@@ -13,7 +13,7 @@ from utils.attention import reference
 from utils.checking import (
     FUSED_ATTENTION,
     SOFTMAX,
-    SizeWatch,
+    OperationWatch,
     attention_mistake,
     expect_close,
     expect_items,
@@ -139,8 +139,8 @@ def check_attention_bshd(attention_bshd):
         expect_bshd(attention_bshd, torch.randn(2, 7, heads, 8), *(torch.randn(2, 7, kv_heads, 8) for _ in range(2)))
 
 
-def expect_stats(online_softmax_stats, x: torch.Tensor, widths: list[int], name: str) -> SizeWatch:
-    """Assert the maximum and the sum of rows that arrive in blocks, each of which can be read once; return the sizes."""
+def expect_stats(online_softmax_stats, x: torch.Tensor, widths: list[int], name: str) -> OperationWatch:
+    """Assert the maximum and the sum of rows that arrive in blocks, each of which can be read once; return the watch."""
     taken = []
 
     def arriving():
@@ -159,7 +159,7 @@ def expect_stats(online_softmax_stats, x: torch.Tensor, widths: list[int], name:
     hint = "When a block brings a larger maximum, what happens to the sum so far? Is a maximum subtracted before exp?"
     right = torch.exp(x.double() - m[:, None]).sum(1).to(x.dtype)
     expect_close(result[1], right, rtol=1e-3, atol=1e-6, what=f"l of {name}", hint=hint)
-    return limited.sizes
+    return limited.watch
 
 
 @visible(**ONLINE)
@@ -170,8 +170,8 @@ def check_online_softmax_stats(online_softmax_stats):
         expect_stats(online_softmax_stats, x + shift, [2, 1, 3, 3], f"the blocks with values around {shift:g}")
 
 
-def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance: float = 1e-4) -> SizeWatch:
-    """Assert the values of a call, and that no operator works on more than one tile of scores; return its sizes."""
+def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance: float = 1e-4) -> OperationWatch:
+    """Assert the values of a call, and that no operator works on more than one tile of scores; return its watch."""
     q, k, v = inputs
     b, h, _, d = q.shape
     what = f"{name} of {q.shape[2]} queries and {k.shape[2]} keys with tiles {tuple(tiles)} in {q.dtype}"
@@ -180,8 +180,8 @@ def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance:
     limited = function.limited(max(tile * d, q.numel(), k.numel()))
     with poisoned_memory():
         got = limited(q, k, v, *tiles)
-    scores = max((batch * m * n for batch, m, inner, n in limited.sizes.products if inner == d), default=0)
-    of_scores = limited.sizes.over(tile, ("exp", "exp2", "amax", "max"))
+    scores = max((batch * m * n for batch, m, inner, n in limited.watch.products if inner == d), default=0)
+    of_scores = limited.watch.over(tile, ("exp", "exp2", "amax", "max"))
     if found := (("the product of queries and keys", scores) if scores > tile else of_scores):
         raise AssertionError(
             f"{what}: {found[0]} worked on {found[1]} scores at once; one tile of queries and one of keys have {b} x {h} x {tiles[0]} x "
@@ -193,7 +193,7 @@ def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance:
     )
     right = attend_in_float64(q, k, v)
     expect_close(got, right, rtol=tolerance, atol=tolerance, what=what, hint=hint)
-    return limited.sizes
+    return limited.watch
 
 
 def expect_wide_inside(function, inputs, tiles: tuple[int, int], name: str) -> None:

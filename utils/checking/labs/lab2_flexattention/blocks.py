@@ -108,7 +108,7 @@ def check_block_sparse_attention(block_sparse_attention):
         expect_close(got, exact.to(dtype), rtol=tolerance, atol=tolerance, what=what, hint=hint)
         if dtype == torch.bfloat16:
             expect_rounded_once(got, exact, what, "scores, weights and sums")
-        expect_skipped(what, limited.sizes, sum(asked), block_mask, q, k)
+        expect_skipped(what, limited.watch, sum(asked), block_mask, q, k)
 
 
 def skipping_mistake(got, q, k, v, mask: torch.Tensor, block_mask: BlockMask) -> str:
@@ -151,12 +151,12 @@ def skipping_mistake(got, q, k, v, mask: torch.Tensor, block_mask: BlockMask) ->
     return name_mistakes(got, attend(mask), wrong)
 
 
-def expect_skipped(what: str, sizes, asked: int, block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
+def expect_skipped(what: str, watch, asked: int, block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
     """Assert that products, questions to the mask and the memory of scores are those of the blocks that hold a visible pair.
 
     Args:
         what: the call in the student's words.
-        sizes: the `SizeWatch` of the call.
+        watch: the `OperationWatch` of the call.
         asked: pairs that mask_mod was asked about.
         block_mask: the blocks, one table for all heads.
         q: (B, H, S, D).
@@ -166,8 +166,8 @@ def expect_skipped(what: str, sizes, asked: int, block_mask: BlockMask, q: torch
     one = 2 * math.prod(q.shape[:2]) * size_q * size_k * q.shape[3]  # multiply-adds of a block, both products
     partial = int(block_mask.kv_num_blocks.sum())
     visited = partial + int(block_mask.full_kv_num_blocks.sum())
-    assert sizes.macs <= one * visited, (
-        f"{what} does the products of {sizes.macs / one:.0f} blocks; only {visited} of "
+    assert watch.macs <= one * visited, (
+        f"{what} does the products of {watch.macs / one:.0f} blocks; only {visited} of "
         f"{q.shape[2] * k.shape[2] // (size_q * size_k)} hold a visible pair. Visit those in the tables, and only the first "
         "kv_num_blocks entries of a row."
     )
@@ -176,7 +176,7 @@ def expect_skipped(what: str, sizes, asked: int, block_mask: BlockMask, q: torch
         "In full blocks every pair is visible: do not ask."
     )
     row = math.prod(q.shape[:2]) * size_q * k.shape[2]
-    scores = sizes.over(row, frozenset({"exp", "exp2", "expm1", "amax", "max", "_softmax"}))
+    scores = watch.over(row, frozenset({"exp", "exp2", "expm1", "amax", "max", "_softmax"}))
     assert scores is None, (
         f"{what} works on a tensor of {scores[1]} elements (in {scores[0]}); one row of blocks has {row} scores. "
         "Work on the scores of one row of blocks at a time."

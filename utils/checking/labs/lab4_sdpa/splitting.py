@@ -131,7 +131,7 @@ def check_split_kv_attention(split_kv_attention):
         got = split_kv_attention(q, k, v, splits)
         expect_merged(got, q, k, v, splits, large > 1, what, rtol=rtol, atol=rtol / 2)
         if 1 < splits <= keys:
-            _expect_parts_alone(split_kv_attention.sizes.products, keys, splits, what)
+            _expect_parts_alone(split_kv_attention.watch.products, keys, splits, what)
     _expect_known_weights(split_kv_attention)
 
 
