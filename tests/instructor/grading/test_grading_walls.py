@@ -137,7 +137,7 @@ def test_a_file_with_an_answer_is_empty_there(probed):
     """A copy of it, or another process that imports it, has no answers either."""
     needs(probed, "files", "own root")
     assert probed[0]["an answer's file"] == "0"
-    assert "has no attribute 'gemm'" in probed[0]["a child that imports it"]
+    assert "has no attribute 'attended_pairs'" in probed[0]["a child that imports it"]
 
 
 @pytest.mark.slow
