@@ -123,9 +123,8 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     calls["copy"] = _copy(target, copy_bytes)
 
     others = psutil.cpu_percent(interval=0.2) / 100  # while this process waits, all of it is other processes'
-    warmup = (
-        3 if target.type == "cuda" else 1
-    )  # a GPU's first call loads libraries: it does not say how long a launch takes
+    # A GPU's first call loads libraries: it does not say how long a launch takes.
+    warmup = 3 if target.type == "cuda" else 1
     options = dict(warmup=warmup, iterations=_ROUNDS, max_seconds=_BUDGET_S, floor=False, device=target)
     results = measure_together(list(calls.values()), labels=list(calls), **options)
     best_ms = {result.label: result.min_ms for result in results}

@@ -121,9 +121,8 @@ def expect_mask(
 
 def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) -> None:
     """Assert that a mod decides about a pair without a tensor that has more than `limit` elements."""
-    with (
-        OperationWatch() as watch
-    ):  # FlexAttention evaluates many pairs at once: no index is a number that Python can read
+    # FlexAttention evaluates many pairs at once: no index is a number that Python can read.
+    with OperationWatch() as watch:
         call_mod(torch.vmap(mod), what, *(torch.tensor([i]) for i in (0, 0, sq - 1, sk - 1)))
     if large := watch.over(limit, watch.largest):
         raise AssertionError(

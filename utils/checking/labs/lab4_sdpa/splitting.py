@@ -161,10 +161,8 @@ def _expect_known_weights(split_kv_attention) -> None:
             return
         got = split_kv_attention(torch.ones(1, 2, 3, 8), keys, keys, 2)
     base_2 = torch.full((1, 2, 3, 8), 2 ** math.log(3) / (2 ** math.log(3) + 1))
-    known, right = (
-        {"The weights are 2^L, and L is a natural logarithm: they should be e^L.": base_2},
-        torch.full_like(base_2, 0.75),
-    )
+    known = {"The weights are 2^L, and L is a natural logarithm: they should be e^L.": base_2}
+    right = torch.full_like(base_2, 0.75)
     hint = name_mistakes(got, right, known, "A part weighs as much as its sum, and its sum is e^L.")
     what = "split_kv_attention of a part of ones with log-sum-exp ln 3, and a part of zeros with log-sum-exp 0"
     expect_close(got, right, rtol=1e-3, atol=1e-3, hint=hint, what=what)
