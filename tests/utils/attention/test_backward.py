@@ -297,11 +297,24 @@ def test_a_kept_pass_takes_memory_of_its_own_for_what_lies_between_launches(monk
     q, k, v, dout = tensors(1, 4, 2, 130, 300, 64, torch.bfloat16)
     given = dout, q, k, v, q, torch.empty(1, 4, 130), None
     g, got = Gradients(*given, plan_for(6, 64), 3), []
-    series = lambda handles: lambda addresses: got.extend(addresses[i] + offset for i, offset in handles[0][1])  # noqa: E731
-    monkeypatch.setattr(launch, "Series", series)
+
+    class Series:
+        index = 0
+
+        def __init__(self, handles):
+            ((_, self.places),) = handles
+
+        def __call__(self, addresses):
+            got.extend(addresses[i] + offset for i, offset in self.places)
+
+    monkeypatch.setattr(launch, "Series", Series)
+    monkeypatch.setattr(launch, "empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     kept = launch._keep([(None, (*_GIVEN, "dk", *_BETWEEN))], g)
-    dq, dk, dv = kept([x.data_ptr() for x in given[:5]], q, k, v, given[5], None)
-    assert got[:11] == [x.data_ptr() for x in (*given[:6], given[5], dq, dk, dv, dk)]
+    addresses = [x.data_ptr() for x in (*given[:6], given[5])]
+    dq, dk, dv = kept(addresses)
+    assert got[:11] == [*addresses, *(x.data_ptr() for x in (dq, dk, dv, dk))]
+    assert [(x.shape, x.stride(), x.dtype) for x in (dq, dk)] == [(x.shape, x.stride(), x.dtype) for x in (q, k)]
     places = [x - got[11] for x in got[11:]]
     sizes = [4 * getattr(g, name).numel() for name in _BETWEEN]
     assert places == [sum(sizes[:i]) for i in range(5)] and not any(place % 16 for place in places)
@@ -315,7 +328,8 @@ def test_autograd_goes_through_a_bare_launch_and_gives_the_same():
     out, lse = reference(q, k, v, causal=True)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with gluon_cpu.simulate():
-        found, _ = Attention.apply(lambda *given: (out.to(q.dtype), lse.float()), *leaves, True, 0.125, 0, True, 5, ())
+        problem = True, 0.125, 0, True, 5, ()
+        found, _ = Attention.apply(lambda *given: (out.to(q.dtype), lse.float()), *leaves, problem)
         gradients = torch.autograd.grad(found, leaves, dout)
     check(gradients, reference_gradients(*(x.detach() for x in leaves), dout, causal=True)[1], torch.bfloat16)
 
@@ -327,7 +341,8 @@ def test_gradients_of_gradients_are_refused():
 
     with FakeTensorMode():
         q, k, v, dout = (x.requires_grad_() for x in tensors(1, 1, 1, 8, 8, 64, torch.bfloat16))
-        out, _ = Attention.apply(lambda q, *given: (q + 0, torch.zeros(1, 1, 8)), q, k, v, False, 0.125, 0, True, 5, ())
+        problem = False, 0.125, 0, True, 5, ()
+        out, _ = Attention.apply(lambda q, *given: (q + 0, torch.zeros(1, 1, 8)), q, k, v, problem)
         (dq,) = torch.autograd.grad(out, q, dout, create_graph=True)
         with pytest.raises(RuntimeError, match="autograd formula"):
             torch.autograd.grad(dq.sum(), q)

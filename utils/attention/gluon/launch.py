@@ -13,7 +13,7 @@ from utils.attention.gluon.arguments import Arguments, addressable, unused
 from utils.attention.gluon.backward.operator import Attention, differentiate
 from utils.attention.gluon.plan import Plan, packed_variant, plan_for, variant_for
 from utils.attention.problem import Attend, positive_scale
-from utils.kernels.handle import KEPT, layout, observed
+from utils.kernels.handle import KEPT, empty_strided, layout, needs_grad, observed
 
 LOG2_E = math.log2(math.e)
 MODULES = ("step1_synchronous", "step2_async_copy", "step3_tma", "step4_warp_specialized", "step5_overlapped")
@@ -92,12 +92,13 @@ def repeat(q, k, v, causal: bool, scale: float, window: int, lengths: tuple[int,
     launch = KEPT.get((5, causal, scale, window, False, lengths, layout(q, k, v)))
     if launch is None:
         return None
-    lse, empty_like, contiguous = unused(q.device), torch.empty_like, torch.contiguous_format
+    lse, out = unused(q.device), torch.empty_like(q, memory_format=torch.contiguous_format)
+    index, shape, strides, dtype = q.device.index, tuple(q.shape), out.stride(), q.dtype
 
     def attend(q, k, v):
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 or torch._C._cuda_getDevice() != index:
             return _run(q, k, v, causal, scale, window, False, 5, lengths)[0]
-        out = empty_like(q, memory_format=contiguous)
+        out = empty_strided(shape, strides, dtype)
         launch(q, k, v, out, lse)
         return out
 
@@ -133,16 +134,14 @@ def forward(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # The operator costs the host several times as much as the launch: it is for those who have to see it.
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    with torch.no_grad():
-        bare = q.is_cuda and scale > 0 and not observed(q, k, v)
-    if bare and needs_grad:
-        out, lse = Attention.apply(_run, q, k, v, causal, scale, window or 0, True, step, lengths)
-    elif bare:
-        out, lse = _run(q, k, v, causal, scale, window or 0, return_lse, step, lengths)
+    grad = needs_grad(q, k, v)
+    problem = causal, scale, window or 0, return_lse or grad, step
+    if not q.is_cuda or scale <= 0 or observed(q, k, v):
+        out, lse = attention_gluon(q, k, v, *problem, list(lengths))
+    elif grad:
+        out, lse = Attention.apply(_run, q, k, v, (*problem, lengths))
     else:
-        with_lse = return_lse or needs_grad
-        out, lse = attention_gluon(q, k, v, causal, scale, window or 0, with_lse, step, list(lengths))
+        out, lse = _run(q, k, v, *problem, lengths)
     return (out, lse) if return_lse else out
 
 

@@ -10,6 +10,7 @@ while the one before ends. In deterministic mode and at head dimension 256 the k
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 
 import torch
@@ -18,7 +19,7 @@ from utils.attention.gluon.arguments import addressable
 from utils.attention.gluon.backward.arguments import Gradients, launches, processors, run
 from utils.attention.gluon.backward.order import best_order, block_order, blocks_of
 from utils.attention.gluon.backward.plan import plan_for, span
-from utils.kernels.handle import Series
+from utils.kernels.handle import Series, empty_strided
 from utils.newest import Newest
 
 _GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"
@@ -32,14 +33,15 @@ def _keep(handles: list, g: Gradients) -> Callable:
     places = {name: (i, 0) for i, name in enumerate(_GIVEN)}
     places |= {name: (len(_GIVEN), 4 * start) for name, start in zip(_BETWEEN, starts, strict=True)}
     series = Series([(handle, [places[name] for name in tensors]) for handle, tensors in handles])
-    contiguous = torch.contiguous_format
+    made = [(tuple(x.shape), x.stride(), x.dtype) for x in (g.dq, g.dk, g.dv)] + [((size,), (1,), torch.float32)]
 
-    def launch(addresses: list[int], q, k, v, lse, dlse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq = torch.empty_like(q, memory_format=contiguous)
-        dk = torch.empty_like(k, memory_format=contiguous)
-        dv = torch.empty_like(v, memory_format=contiguous)
-        numbers = lse, lse if dlse is None else dlse, dq, dk, dv, lse.new_empty(size)
-        series((*addresses, *[x.data_ptr() for x in numbers]))  # `addresses` are those of dout to out
+    def launch(addresses: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Launch on dout, q, k, v, out, lse and dlse at these addresses."""
+        if torch._C._cuda_getDevice() != series.index:
+            with torch.cuda.device(series.index):
+                return launch(addresses)
+        dq, dk, dv, between = [empty_strided(*x) for x in made]
+        series((*addresses, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), between.data_ptr()))
         return dq, dk, dv
 
     return launch
@@ -90,15 +92,15 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
 
     problem: causal, scale, window, deterministic, lengths.
     """
-    given = dout, q, k, v, out
+    given = dout, q, k, v, out, lse, lse if dlse is None else dlse
     shapes = q.shape, k.shape, v.shape, q.dtype, q.device, lse.dtype, lse.is_contiguous()
     strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
     key = problem, step, shapes, strides, dlse is None or (dlse.dtype, dlse.is_contiguous())
     if (kept := _kept.get(key)) is not None:
         # Where the tensors start is no part of the key, and is looked at each time.
-        a, b, c, d, e = addresses = [x.data_ptr() for x in given]
-        if (a | b | c | d | e) % 16 == 0:
-            return kept(addresses, q, k, v, lse, dlse)
+        a, b, c, d, e, f, g = addresses = [x.data_ptr() for x in given]
+        if (a | b | c | d | e | f | g) % 16 == 0:
+            return kept(addresses)
     deterministic, lengths = problem[3:]
     if q.shape[-1] % 8:
         raise ValueError(
@@ -119,15 +121,15 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
         dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, problem, step)
         return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     with torch.cuda.device(q.device if q.is_cuda else -1):
-        g = _launch(key, given, lse, dlse, problem, step)
-    return g.dq, g.dk, g.dv
+        found = _launch(key, given, dlse is not None, problem, step)
+    return found.dq, found.dk, found.dv
 
 
-def _launch(key: tuple, given: tuple, lse, dlse, problem: tuple, step: int) -> Gradients:
+def _launch(key: tuple, given: tuple, with_dlse: bool, problem: tuple, step: int) -> Gradients:
     """Plan and launch a backward pass, and keep its launches if TMA could address its tensors without a copy."""
     causal, scale, window, deterministic, lengths = problem
-    dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given)
-    numbers = lse.float().contiguous(), None if dlse is None else dlse.float().contiguous()
+    dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given[:5])
+    lse, dlse = (x.float().contiguous() for x in given[5:])
     mask = "packed" if lengths else "ends" if causal or window or k.shape[2] % 128 else ""
     packed, plan = None, plan_for(step, q.shape[-1], deterministic, mask)
     if lengths:
@@ -136,11 +138,9 @@ def _launch(key: tuple, given: tuple, lse, dlse, problem: tuple, step: int) -> G
         packed = packed_keys(lengths, causal, window, plan.block_n, plan.block_m, q.device)
     blocks = blocks_of(plan, q, k, processors(q.device), span(causal, window), packed.blocks if packed else ())
     order = best_order(blocks) if step == 6 and plan.block_d < 256 else block_order(blocks)
-    g = Gradients(dout, q, k, v, out, *numbers, plan, order.slots)
+    g = Gradients(dout, q, k, v, out, lse, dlse if with_dlse else None, plan, order.slots)
     found = launches(step, g, order, causal, window, scale, packed)
     handles = [(run(g, launch), launch.tensors) for launch in found]
-    if handles[0][0] is not None and all(
-        x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)
-    ):
+    if handles[0][0] is not None and all(map(operator.is_, (dout, q, k, v, out, lse, dlse), given)):
         _kept[key] = _keep(handles, g)
     return g

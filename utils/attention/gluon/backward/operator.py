@@ -54,31 +54,33 @@ def _gradients(ctx, dout, dlse):
         raise RuntimeError("The backward pass needs the log-sum-exp: call attention_gluon with return_lse=True.")
     dout = torch.zeros_like(out) if dout is None else dout
     deterministic = torch.are_deterministic_algorithms_enabled()
-    # Gradients of gradients are asked for if gradients are on here; q, k and v were looked at by the forward pass.
-    if torch.is_grad_enabled() or observed(dout, q):
+    # Gradients of gradients are asked for if gradients are on here; the forward pass has looked at q, k and v.
+    if torch.is_grad_enabled() or observed(dout):
         problem = causal, scale, window, deterministic, list(lengths)
         found = attention_gluon_backward(dout, dlse, q, k, v, out, lse, *problem)
     else:
         found = gradients(dout, dlse, q, k, v, out, lse, (causal, scale, window, deterministic, lengths))
-    return *found, None, None, None, None, None, None
+    return found
 
 
 def differentiate(attention_gluon) -> None:
     """Give the forward's operator its gradients. Under torch.use_deterministic_algorithms the bits repeat."""
-    attention_gluon.register_autograd(_gradients, setup_context=_save_for_backward)
+    attention_gluon.register_autograd(
+        lambda ctx, dout, dlse: (*_gradients(ctx, dout, dlse), *[None] * 6), setup_context=_save_for_backward
+    )
 
 
 class Attention(torch.autograd.Function):
     """The output and the log-sum-exp of `run(q, k, v, *problem)`, with gradients of q, k and v."""
 
     @staticmethod
-    def forward(ctx, run, *inputs):
-        """Run the forward pass, and keep its tensors for the backward pass; inputs: those of the forward's operator."""
-        output = run(*inputs)
-        _save_for_backward(ctx, inputs, output)
+    def forward(ctx, run, q, k, v, problem):
+        """Run the forward pass, and keep its tensors for the backward pass; problem: the operator's other arguments."""
+        output = run(q, k, v, *problem)
+        _save_for_backward(ctx, (q, k, v, *problem), output)
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        """Return the gradients of the inputs, and none of `run`."""
-        return None, *_gradients(ctx, dout, dlse)
+        """Return the gradients of q, k and v."""
+        return None, *_gradients(ctx, dout, dlse), None
