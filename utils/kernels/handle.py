@@ -29,28 +29,6 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has not used CUDA be
 _CLUSTER, _CLUSTER_POLICY, _EARLY = 4, 5, 6
 _TMA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _PARAMETER = re.compile(r"\.param (?:\.align (\d+) )?\.([busf])(\d+)[^,\[\n]*(?:\[(\d+)\])?")
-_FORMATS = {("f", 4): "f", ("f", 8): "d"} | {
-    (kind, size): "bhiq"[size.bit_length() - 1] for kind in "us" for size in (1, 2, 4, 8)
-}
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute of cuda.h."""
-
-    _fields_ = [("kind", ctypes.c_uint), ("unused", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig of cuda.h."""
-
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("number_of_attributes", ctypes.c_uint),
-    ]
 
 
 @functools.cache
@@ -149,7 +127,8 @@ class Handle:
                     _describe(self.start + place, described, box)
             else:
                 value = value.data_ptr() if isinstance(value, torch.Tensor) else value
-                ctypes.memmove(self.start + place, struct.pack(_FORMATS[kind, size], value), size)
+                bits = struct.pack("f", value) if kind == "f" else int(value).to_bytes(size, "little", signed=True)
+                ctypes.memmove(self.start + place, bits, size)
         _ = compiled.run  # Triton loads the kernel
         self.function = ctypes.c_void_p(compiled.function)
         attributes = [(_EARLY, 1, 0, 0)] if metadata.launch_pdl else []
@@ -157,25 +136,28 @@ class Handle:
             attributes += [(_CLUSTER, cluster, 1, 1), (_CLUSTER_POLICY, 1, 0, 0)]  # policy 1: spread over the SMs
         if cluster == 16:  # more than every GPU has to be able to do
             _check(_driver().cuFuncSetAttribute(self.function, 14, 1))
-        self.attributes = (_Attribute * 4)(*[_Attribute(kind, 0, tuple(value)) for kind, *value in attributes])
-        self.launch = (x * cluster, y, z), (32 * metadata.num_warps, 1, 1), metadata.shared, len(attributes)
+        self.attributes = (
+            len(attributes),
+            b"".join(struct.pack("I4x3I52x", *x) for x in attributes),
+        )  # CUlaunchAttribute
+        self.blocks = x * cluster, y, z, 32 * metadata.num_warps, 1, 1, metadata.shared
 
     def bind(self, stream: int, addresses: Sequence[int]) -> list[tuple]:
         """Return the driver's arguments for a launch on tensors that begin at these addresses."""
-        (memory, start), replace = _memory(self.size), _driver().cuTensorMapReplaceAddress
+        number, attributes = self.attributes
+        (memory, start), replace = _memory(self.size + 8 + 104 + len(attributes)), _driver().cuTensorMapReplaceAddress
         ctypes.memmove(start, self.start, self.size)
         for place, i, described in self.tensors:
             if described:
                 _check(replace(start + place, addresses[i]))
             else:
                 ctypes.c_uint64.from_address(start + place).value = addresses[i]
-        grid, block, shared, number = self.launch
-        config = _Config(grid, block, shared, stream, self.attributes, number)
-        length = ctypes.c_size_t(self.size)
-        # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
-        extra = (ctypes.c_void_p * 5)(1, start, 2, ctypes.addressof(length), 0)
-        held = self, memory, config, length, extra
-        return [((ctypes.byref(config), self.function, None, ctypes.byref(extra)), held)]
+        # The launch's `extra` (CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END), the size, and CUlaunchConfig.
+        extra = start + -(-self.size // 8) * 8
+        config, size = extra + 48, extra + 40
+        bits = struct.pack("6q7I4xqqI4x", 1, start, 2, size, 0, self.size, *self.blocks, stream, extra + 104, number)
+        ctypes.memmove(extra, bits + attributes, len(bits + attributes))
+        return [((ctypes.c_void_p(config), self.function, None, ctypes.c_void_p(extra)), (self, memory))]
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launch on these tensors, of the same shapes, strides and alignment as those of the launch that was kept."""

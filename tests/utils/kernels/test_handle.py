@@ -53,10 +53,11 @@ class Driver:
         return 0
 
     def cuLaunchKernelEx(self, config, function, none, extra):
-        config, (pointer, start, size, length, end) = config._obj, extra._obj
-        assert none is None and (pointer, size, end) == (1, 2, None)
-        attributes = [(x.kind, *x.value[:3]) for x in config.attributes[: config.number_of_attributes]]
-        facts = config.grid[:], config.block[:], config.shared_bytes, config.stream, function.value, attributes
+        at = struct.unpack("7I4xqqI4x", ctypes.string_at(config.value, 56))
+        pointer, start, size, length, end = struct.unpack("5q", ctypes.string_at(extra.value, 40))
+        assert none is None and (pointer, size, end) == (1, 2, 0)
+        attributes = [struct.unpack("I4x3I", ctypes.string_at(at[8] + 72 * i, 20)) for i in range(at[9])]
+        facts = *at[:8], function.value, attributes
         length = ctypes.c_size_t.from_address(length).value
         self.launches.append((facts, struct.unpack(FORM, ctypes.string_at(start, length))))
         return self.results.pop() if self.results else 0
@@ -88,7 +89,7 @@ def test_a_launch_is_repeated_with_other_tensors(driver):
     assert [place for place, _, _ in parameters(PTX)] == list(PLACES)
     handle = Handle(compiled_kernel(), (5,), (described, torch.zeros(2)), (table, -9, 0.5, "PLAN"), 3, cluster=2)
     assert driver.described == [(9, 2, [8, 4], [16, 0], [32, 64], [1, 1], 0, 3, 2, 0)] and not driver.launches
-    facts = [10, 1, 1], [384, 1, 1], 4096, 73, 11, [(6, 1, 0, 0), (4, 2, 1, 1), (5, 1, 0, 0)]
+    facts = 10, 1, 1, 384, 1, 1, 4096, 73, 11, [(6, 1, 0, 0), (4, 2, 1, 1), (5, 1, 0, 0)]
 
     def expected(x, y):
         words = struct.pack("q", x) + b"descriptor" + bytes(46)
