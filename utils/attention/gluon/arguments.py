@@ -82,6 +82,12 @@ def descriptor(x: torch.Tensor, rows: int, columns: int):
 
 
 @functools.lru_cache(maxsize=16)
+def processors(device: torch.device) -> int:
+    """SMs of a GPU; those of an H100 or H200 where a kernel is simulated."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@functools.lru_cache(maxsize=16)
 def unused(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A tensor to point at for an argument that the kernel does not touch."""
     return torch.zeros(4, dtype=dtype, device=device)

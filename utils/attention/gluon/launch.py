@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import operator
 from collections.abc import Callable
 
 import torch
 
-from utils.attention.gluon.arguments import Arguments, addressable, unused
+from utils.attention.gluon.arguments import Arguments, addressable, processors, unused
 from utils.attention.gluon.backward.operator import Attention, differentiate
 from utils.attention.gluon.plan import Plan, packed_variant, plan_for, variant_for
 from utils.attention.problem import Attend, positive_scale
-from utils.kernels.handle import KEPT, empty_strided, layout, needs_grad, observed
+from utils.kernels.handle import KEPT, empty, form, layout, needs_grad, observed
 
 LOG2_E = math.log2(math.e)
 MODULES = ("step1_synchronous", "step2_async_copy", "step3_tma", "step4_warp_specialized", "step5_overlapped")
@@ -60,28 +61,42 @@ differentiate(attention_gluon)
 def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, step: int, lengths: tuple[int, ...] = ()):
     """Launch a step: again as an earlier launch on tensors of this layout, if there was one.
 
-    A launch is kept only if TMA could address its tensors without a copy. Where the tensors start is no part of the
-    key, and is looked at each time.
+    A launch is kept only if TMA could address its tensors without a copy.
 
     Returns:
         The output, and the log-sum-exp or None.
     """
+    key = step, causal, scale, window, return_lse, lengths, layout(q, k, v)
+    if (kept := KEPT.get(key)) is not None and (found := kept(q, k, v)) is not None:
+        return found
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     if not q.numel():
         return out, lse
-    key = step, causal, scale, window, return_lse, lengths, layout(q, k, v)
-    kept = KEPT.get(key)
-    if kept is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
-        kept(q, k, v, out, unused(q.device) if lse is None else lse)
-        return out, lse
     given = q, k, v
     q, k, v = map(addressable, given)
     with torch.cuda.device(q.device):
-        handle = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse, lengths)
-    if handle is not None and all(x is y for x, y in zip((q, k, v), given, strict=True)):
-        KEPT[key] = handle
+        launch = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse, lengths)
+    if launch is not None and all(map(operator.is_, (q, k, v), given)):
+        KEPT[key] = _keep(launch, out, lse)
     return out, lse
+
+
+def _keep(launch: Callable, out: torch.Tensor, lse: torch.Tensor | None) -> Callable:
+    """Return a function that makes a launch again, for an output and a log-sum-exp like these.
+
+    Where the tensors start is no part of a layout. The function returns None if TMA cannot address them.
+    """
+    forms, index, nothing = form(out) if lse is None else form(out, lse), out.device.index, unused(out.device)
+
+    def again(q, k, v):
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            return None
+        out, *more = empty(forms, index)
+        launch(q, k, v, out, *more or (nothing,))
+        return out, more[0] if more else None
+
+    return again
 
 
 def repeat(q, k, v, causal: bool, scale: float, window: int, lengths: tuple[int, ...] = ()) -> Attend | None:
@@ -89,20 +104,9 @@ def repeat(q, k, v, causal: bool, scale: float, window: int, lengths: tuple[int,
 
     It looks at nothing but their addresses: `attention` has compared the layouts. None if no launch was kept.
     """
-    launch = KEPT.get((5, causal, scale, window, False, lengths, layout(q, k, v)))
-    if launch is None:
-        return None
-    lse, out = unused(q.device), torch.empty_like(q, memory_format=torch.contiguous_format)
-    index, shape, strides, dtype = q.device.index, tuple(q.shape), out.stride(), q.dtype
-
-    def attend(q, k, v):
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 or torch._C._cuda_getDevice() != index:
-            return _run(q, k, v, causal, scale, window, False, 5, lengths)[0]
-        out = empty_strided(shape, strides, dtype)
-        launch(q, k, v, out, lse)
-        return out
-
-    return attend
+    problem = causal, scale, window, False
+    kept = KEPT.get((5, *problem, lengths, layout(q, k, v)))
+    return kept and (lambda q, k, v: (kept(q, k, v) or _run(q, k, v, *problem, 5, lengths))[0])
 
 
 def forward(
@@ -150,7 +154,7 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: i
     batch, heads, sq, head_dim = q.shape
     if step < 5:
         return plan_for(step, head_dim)
-    programs = _multiprocessors(q.device)
+    programs = processors(q.device)
     if lengths:
         return plan_for(step, head_dim, packed_variant(head_dim, sq, batch * heads, programs))
     return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs))
@@ -158,13 +162,8 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: i
 
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse, lengths=()) -> Callable | None:
     """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none. Step 5 returns its launch."""
-    plan, programs = plan_of(step, q, k, causal, window, lengths), _multiprocessors(q.device)
+    plan, programs = plan_of(step, q, k, causal, window, lengths), processors(q.device)
     lse = lse if return_lse else unused(q.device)
     return step_module(step).launch(
         Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs, lengths)
     )
-
-
-@functools.lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

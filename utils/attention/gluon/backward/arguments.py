@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from utils.attention.gluon.arguments import descriptor
+from utils.attention.gluon.arguments import descriptor, processors
 from utils.attention.gluon.backward.order import Order
 from utils.attention.gluon.backward.plan import BackwardPlan, span
 
@@ -23,12 +23,6 @@ MAIN_KERNELS = {
     6: "step6_one_consumer.attention_backward_step6",
     256: "wide_heads.attention_backward_wide",  # step 6 at this head dimension
 }
-
-
-@functools.lru_cache(maxsize=16)
-def processors(device: torch.device) -> int:
-    """SMs of a GPU; those of an H100 or H200 where a kernel is simulated."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 class Launch(NamedTuple):

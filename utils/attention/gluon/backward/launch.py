@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 import torch
 
-from utils.attention.gluon.arguments import addressable
-from utils.attention.gluon.backward.arguments import Gradients, launches, processors, run
+from utils.attention.gluon.arguments import addressable, processors
+from utils.attention.gluon.backward.arguments import Gradients, launches, run
 from utils.attention.gluon.backward.order import best_order, block_order, blocks_of
 from utils.attention.gluon.backward.plan import plan_for, span
-from utils.kernels.handle import Series, empty_strided
+from utils.kernels.handle import Series, empty, form
 from utils.newest import Newest
 
 _GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"
@@ -33,16 +33,13 @@ def _keep(handles: list, g: Gradients) -> Callable:
     places = {name: (i, 0) for i, name in enumerate(_GIVEN)}
     places |= {name: (len(_GIVEN), 4 * start) for name, start in zip(_BETWEEN, starts, strict=True)}
     series = Series([(handle, [places[name] for name in tensors]) for handle, tensors in handles])
-    made = [(tuple(x.shape), x.stride(), x.dtype) for x in (g.dq, g.dk, g.dv)] + [((size,), (1,), torch.float32)]
+    forms = *form(g.dq, g.dk, g.dv), ((size,), (1,), torch.float32)
 
-    def launch(addresses: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def launch(addresses: list[int]) -> tuple[torch.Tensor, ...]:
         """Launch on dout, q, k, v, out, lse and dlse at these addresses."""
-        if torch._C._cuda_getDevice() != series.index:
-            with torch.cuda.device(series.index):
-                return launch(addresses)
-        dq, dk, dv, between = [empty_strided(*x) for x in made]
-        series((*addresses, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), between.data_ptr()))
-        return dq, dk, dv
+        made = empty(forms, series.index)
+        series((*addresses, *[x.data_ptr() for x in made]))
+        return tuple(made[:3])
 
     return launch
 
