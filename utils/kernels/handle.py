@@ -21,7 +21,7 @@ import torch
 from utils.newest import Newest
 
 KEPT: Newest[tuple, Any] = Newest(4096)
-_BOUND: Newest[tuple, list] = Newest(4096)  # packed launches, by handle, stream and addresses
+_BOUND: Newest[tuple, list] = Newest(4096)  # packed launches, by handles, stream and addresses
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has not used CUDA before
 # CUlaunchAttributeID: what a launch may have beside its grid.
 _CLUSTER, _CLUSTER_POLICY, _EARLY = 4, 5, 6
@@ -101,6 +101,7 @@ class Handle:
         rest: Sequence[Any],
         index: int,
         cluster: int = 1,
+        places: Sequence[tuple[int, int]] = (),
     ):
         """Keep a launch.
 
@@ -111,35 +112,40 @@ class Handle:
             rest: the other arguments in the kernel's order, constants too. Tensors among them are kept alive.
             index: the CUDA device.
             cluster: blocks of a cluster; with more than one the grid counts clusters in its first direction.
+            places: where the leading tensors begin: number among the addresses of a launch, bytes behind that address;
+                by default each has an address of its own.
         """
+        places = places or [(i, 0) for i in range(len(leading))]
         self.index, self.kept = index, [compiled, *(x for x in rest if isinstance(x, torch.Tensor))]
-        metadata, places = compiled.metadata, parameters(compiled.asm["ptx"])
+        metadata, declared = compiled.metadata, parameters(compiled.asm["ptx"])
         (x, y, z), boxes = (*grid, 1, 1)[:3], iter(getattr(metadata, "tensordesc_meta", None) or ())
-        values: list = []  # of the parameters: a number, or a tensor's number among those of a launch
+        values: list = []  # of the parameters: a number, or where a tensor begins
         for i, (kind, value) in enumerate(zip(compiled.src.signature.values(), (*leading, *rest), strict=True)):
             if kind.startswith("tensordesc"):
-                values += [(i, value, next(boxes)), *value.shape, *value.strides]
+                values += [(places[i], value, next(boxes)), *value.shape, *value.strides]
             elif kind != "constexpr":
-                values.append((i, None, None) if i < len(leading) else value)
+                values.append((places[i], None, None) if i < len(leading) else value)
         scratch = metadata.global_scratch_size, metadata.profile_scratch_size
-        if len(values) + len(scratch) != len(places) or any(scratch):
+        if len(values) + len(scratch) != len(declared) or any(scratch):
             raise RuntimeError(
-                f"{metadata.name} declares {len(places)} parameters and {max(scratch)} bytes of memory for itself; "
+                f"{metadata.name} declares {len(declared)} parameters and {max(scratch)} bytes of memory for itself; "
                 f"{len(values) + len(scratch)} and none were expected of this version of Triton."
             )
-        self.size = places[-1][0] + places[-1][1]
+        self.size = declared[-1][0] + declared[-1][1]
         self.memory, self.start = _memory(self.size)  # the parameters, but for the addresses
-        self.tensors: list[tuple] = []  # (where its parameter begins, its number, whether that is a descriptor)
-        for (place, size, kind), value in zip(places, values, strict=False):
+        self.tensors: list[
+            tuple
+        ] = []  # (its parameter's beginning, number among the addresses, bytes behind, whether it is a descriptor)
+        for (begin, size, kind), value in zip(declared, values, strict=False):
             if isinstance(value, tuple):
-                i, described, box = value
-                self.tensors.append((place, i, described is not None))
+                place, described, box = value
+                self.tensors.append((begin, *place, described is not None))
                 if described is not None:
-                    _describe(self.start + place, described, box)
+                    _describe(self.start + begin, described, box)
             else:
                 value = value.data_ptr() if isinstance(value, torch.Tensor) else value
                 bits = struct.pack("f", value) if kind == "f" else int(value).to_bytes(size, "little", signed=True)
-                ctypes.memmove(self.start + place, bits, size)
+                ctypes.memmove(self.start + begin, bits, size)
         _ = compiled.run  # Triton loads the kernel
         self.function = ctypes.c_void_p(compiled.function)
         attributes = [(_EARLY, 1, 0, 0)] if metadata.launch_pdl else []
@@ -153,62 +159,44 @@ class Handle:
         )  # CUlaunchAttribute
         self.blocks = x * cluster, y, z, 32 * metadata.num_warps, 1, 1, metadata.shared
 
-    def bind(self, stream: int, addresses: Sequence[int]) -> list[tuple]:
-        """Return the driver's arguments for a launch on tensors that begin at these addresses."""
+    def bind(self, stream: int, addresses: Sequence[int]) -> tuple:
+        """Return the driver's arguments for a launch on tensors that begin at these addresses, and what keeps them alive."""
         number, attributes = self.attributes
         (memory, start), replace = _memory(self.size + 8 + 104 + len(attributes)), _driver().cuTensorMapReplaceAddress
         ctypes.memmove(start, self.start, self.size)
-        for place, i, described in self.tensors:
+        for begin, i, behind, described in self.tensors:
             if described:
-                _check(replace(start + place, addresses[i]))
+                _check(replace(start + begin, addresses[i] + behind))
             else:
-                ctypes.c_uint64.from_address(start + place).value = addresses[i]
+                ctypes.c_uint64.from_address(start + begin).value = addresses[i] + behind
         # The launch's `extra` (CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END), the size, and CUlaunchConfig.
         extra = start + -(-self.size // 8) * 8
         config, size = extra + 48, extra + 40
         bits = struct.pack("6q7I4xqqI4x", 1, start, 2, size, 0, self.size, *self.blocks, stream, extra + 104, number)
         ctypes.memmove(extra, bits + attributes, len(bits + attributes))
-        return [((ctypes.c_void_p(config), self.function, None, ctypes.c_void_p(extra)), (self, memory))]
+        return (ctypes.c_void_p(config), self.function, None, ctypes.c_void_p(extra)), memory
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launch on these tensors, of the same shapes, strides and alignment as those of the launch that was kept."""
-        _start(self, tuple([x.data_ptr() for x in tensors]))
+        start((self,), tuple([x.data_ptr() for x in tensors]))
 
 
-class Series:
-    """Launches that follow each other on tensors of one call."""
-
-    def __init__(self, handles: Sequence[tuple[Handle, Sequence[tuple[int, int]]]]):
-        """Keep handles of one device, each with its tensors: number among a call's addresses, bytes behind that address."""
-        self.handles, self.index = handles, handles[0][0].index
-
-    def bind(self, stream: int, addresses: Sequence[int]) -> list[tuple]:
-        """Return the driver's arguments for each launch."""
-        given = [[addresses[i] + offset for i, offset in places] for _, places in self.handles]
-        return [x for (handle, _), mine in zip(self.handles, given, strict=True) for x in handle.bind(stream, mine)]
-
-    def __call__(self, addresses: tuple[int, ...]) -> None:
-        """Launch all on tensors that begin at these addresses."""
-        _start(self, addresses)
-
-
-def _start(launches: Handle | Series, addresses: tuple[int, ...]) -> None:
+def start(handles: tuple[Handle, ...], addresses: tuple[int, ...]) -> None:
+    """Launch kernels of one device, one behind the other, on tensors that begin at these addresses."""
+    index = handles[0].index
     # A launch takes place on the current device, and almost always that is the tensors' own.
-    if torch._C._cuda_getDevice() != launches.index:
-        with torch.cuda.device(launches.index):
-            return _start(launches, addresses)
-    key = launches, torch._C._cuda_getCurrentRawStream(launches.index), addresses
-    bound = _BOUND.get(key)
-    if bound is None:
-        bound = _BOUND[key] = launches.bind(*key[1:])
+    if torch._C._cuda_getDevice() != index:
+        with torch.cuda.device(index):
+            return start(handles, addresses)
+    key = handles, torch._C._cuda_getCurrentRawStream(index), addresses
+    if (bound := _BOUND.get(key)) is None:
+        bound = _BOUND[key] = [handle.bind(*key[1:]) for handle in handles]
     launch = _driver().cuLaunchKernelEx
     for arguments, _ in bound:
-        result = launch(*arguments)
-        if result == _NO_CONTEXT:
-            torch.cuda.mem_get_info(launches.index)  # gives this thread the device's context
+        if (result := launch(*arguments)) == _NO_CONTEXT:
+            torch.cuda.mem_get_info(index)  # gives this thread the device's context
             result = launch(*arguments)
-        if result:
-            _check(result)
+        _check(result)
     return None
 
 

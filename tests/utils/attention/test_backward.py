@@ -287,36 +287,28 @@ def test_a_hundred_shapes_compile_at_most_twelve_kernels():
     assert 4 <= len(compiled) <= 12
 
 
-def test_a_kept_pass_takes_memory_of_its_own_for_what_lies_between_launches(monkeypatch):
-    """Each launch gets the addresses of this call's tensors, and of places that do not overlap."""
+@pytest.mark.parametrize("step", [6, 1])
+def test_a_kept_pass_takes_memory_of_its_own_for_what_lies_between_launches(monkeypatch, step):
+    """Its tensors have this call's addresses, and what lies between launches has places that do not overlap."""
     from utils.attention.gluon.backward import launch
-    from utils.attention.gluon.backward.arguments import Gradients
-    from utils.attention.gluon.backward.launch import _BETWEEN, _GIVEN
+    from utils.attention.gluon.backward.arguments import GIVEN, Gradients
     from utils.attention.gluon.backward.plan import plan_for
 
     q, k, v, dout = tensors(1, 4, 2, 130, 300, 64, torch.bfloat16)
-    given = dout, q, k, v, q, torch.empty(1, 4, 130), None
-    g, got = Gradients(*given, plan_for(6, 64), 3), []
-
-    class Series:
-        index = 0
-
-        def __init__(self, handles):
-            ((_, self.places),) = handles
-
-        def __call__(self, addresses):
-            got.extend(addresses[i] + offset for i, offset in self.places)
-
-    monkeypatch.setattr(launch, "Series", Series)
+    given = dout, q, k, v, q, torch.empty(1, 4, 130)
+    g, got = Gradients(*given, None, plan_for(step, 64), 3), []
     monkeypatch.setattr(launch, "empty", lambda forms, index: [torch.empty_strided(*x[:2], dtype=x[2]) for x in forms])
-    kept = launch._keep([(None, (*_GIVEN, "dk", *_BETWEEN))], g)
-    addresses = [x.data_ptr() for x in (*given[:6], given[5])]
-    dq, dk, dv = kept(addresses)
-    assert got[:11] == [*addresses, *(x.data_ptr() for x in (dq, dk, dv, dk))]
-    assert [(x.shape, x.stride(), x.dtype) for x in (dq, dk)] == [(x.shape, x.stride(), x.dtype) for x in (q, k)]
-    places = [x - got[11] for x in got[11:]]
-    sizes = [4 * getattr(g, name).numel() for name in _BETWEEN]
-    assert places == [sum(sizes[:i]) for i in range(5)] and not any(place % 16 for place in places)
+    monkeypatch.setattr(launch, "start", lambda handles, addresses: got.extend(addresses))
+    addresses = [x.data_ptr() for x in (*given, given[5])]
+    made = launch._keep((), g)(addresses)
+    assert got[:-1] == addresses + [x.data_ptr() for x in made] and len(got) == len(GIVEN) + 1
+    assert [(x.shape, x.stride(), x.dtype) for x in made] == [(x.shape, x.stride(), x.dtype) for x in (q, k, v)]
+    assert [g.place(name) for name in GIVEN] == [(i, 0) for i in range(len(GIVEN))]
+    end = 0
+    for name in ("lse2", "delta", "sums", "parts", "counter"):
+        assert g.place(name) == (len(GIVEN), end) and end % 16 == 0
+        end += 4 * getattr(g, name).numel()
+    assert end == 4 * g.between.numel()
 
 
 def test_autograd_goes_through_a_bare_launch_and_gives_the_same():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from utils.kernels import handle as launching
-from utils.kernels.handle import KEPT, Handle, Series, needs_grad, observed, parameters
+from utils.kernels.handle import KEPT, Handle, needs_grad, observed, parameters, start
 from utils.machine.device import gluon_support
 
 hopper = pytest.mark.skipif(not gluon_support(), reason="the Gluon kernels need a Hopper GPU")
@@ -99,11 +99,13 @@ def test_a_launch_is_repeated_with_other_tensors(driver):
     for tensors in ((x, y), (base, y), (x, y)):
         handle(*tensors)
         assert driver.launches.pop() == expected(*[tensor.data_ptr() for tensor in tensors])
-    series = Series([(handle, ((1, 0), (0, 8)))] * 2)
+    places = (1, 0), (0, 8)
+    other = Handle(compiled_kernel(), (5,), (described, torch.zeros(2)), (table, -9, 0.5, "PLAN"), 3, 2, places)
     for _ in range(2):
-        series((y.data_ptr() - 8, x.data_ptr()))
-        assert driver.launches == [expected(x.data_ptr(), y.data_ptr())] * 2
-        driver.launches.clear()
+        start((other, handle), (x.data_ptr(), y.data_ptr()))
+        assert driver.launches.pop() == expected(x.data_ptr(), y.data_ptr())
+        assert driver.launches.pop() == expected(y.data_ptr(), x.data_ptr() + 8)
+    assert not driver.launches
 
 
 def test_a_launch_that_the_driver_refuses_is_an_error(driver, monkeypatch):

@@ -17,6 +17,7 @@ from utils.attention.gluon.backward.plan import BackwardPlan, span
 if TYPE_CHECKING:
     from utils.attention.gluon.intervals import Packed
 
+GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"  # tensors with an address of their own
 MAIN_KERNELS = {
     1: "step1_atomics.attention_backward_step1",
     3: "step3_warp_specialized.attention_backward_step3",
@@ -50,11 +51,21 @@ class Gradients:
         self.dlse = lse if dlse is None else dlse
         heads, rows, width = q.shape[0] * q.shape[1], -(-q.shape[2] // 128) * 128, plan.block_d
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        self.lse2, self.delta = lse.new_empty((2, heads, rows)).unbind()  # lse * log2(e), rowsum(dO * O)
+        # From launch to launch, in one piece of memory. The counter, a number, is the last: all begin at multiples of 16 bytes.
+        numbers = 2 * heads * rows, heads * rows * width * bool(plan.dq), slots * 256 * width, 1
+        self.between = lse.new_empty(sum(numbers))
+        statistics, sums, parts, counter = self.between.split(numbers)
+        self.lse2, self.delta = statistics.view(2, heads, rows)  # lse * log2(e), rowsum(dO * O)
         # Where nothing is summed in memory, the kernels get a pointer that they do not use.
-        self.sums = lse.new_empty((heads * rows * width // 128, 128)) if plan.dq else self.lse2  # of dQ
-        self.parts = lse.new_empty(slots * 256 * width) if slots else self.lse2  # of dK and dV (`shares.py`)
-        self.counter = torch.empty(1, dtype=torch.int32, device=q.device)  # numbers that were drawn (`shares.py`)
+        self.sums = sums.view(-1, 128) if plan.dq else self.lse2  # of dQ
+        self.parts = parts if slots else self.lse2  # of dK and dV (`shares.py`)
+        self.counter = counter.view(torch.int32)  # numbers that were drawn (`shares.py`)
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Return where a tensor begins: its number in GIVEN, which `between` follows, and bytes behind that address."""
+        if name in GIVEN:
+            return GIVEN.index(name), 0
+        return len(GIVEN), 4 * getattr(self, name).storage_offset()
 
 
 def arguments_of(g: Gradients, launch: Launch) -> list:
@@ -141,7 +152,8 @@ def run(g: Gradients, launch: Launch):
     if compiled is None or not g.q.is_cuda:
         return None
     rest = *launch.numbers, *launch.constants.values()
-    return Handle(narrowed(compiled, launch), launch.grid, tensors, rest, g.q.device.index)
+    places = [g.place(name) for name in launch.tensors]
+    return Handle(narrowed(compiled, launch), launch.grid, tensors, rest, g.q.device.index, places=places)
 
 
 def narrowed(compiled, launch: Launch):

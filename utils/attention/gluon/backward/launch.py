@@ -9,7 +9,6 @@ while the one before ends. In deterministic mode and at head dimension 256 the k
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable
 
@@ -19,26 +18,18 @@ from utils.attention.gluon.arguments import addressable, processors
 from utils.attention.gluon.backward.arguments import Gradients, launches, run
 from utils.attention.gluon.backward.order import best_order, block_order, blocks_of
 from utils.attention.gluon.backward.plan import plan_for, span
-from utils.kernels.handle import Series, empty, form
+from utils.kernels.handle import Handle, empty, form, start
 from utils.newest import Newest
 
-_GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"
-_BETWEEN = "lse2", "delta", "sums", "parts", "counter"  # from launch to launch, in one piece of memory
 
-
-def _keep(handles: list, g: Gradients) -> Callable:
+def _keep(handles: tuple[Handle, ...], g: Gradients) -> Callable:
     """Return a function that launches an earlier backward pass again, on tensors of the same shapes, strides and types."""
-    # The counter, a number, is the last one: all begin at multiples of 16 bytes.
-    *starts, size = itertools.accumulate((getattr(g, name).numel() for name in _BETWEEN), initial=0)
-    places = {name: (i, 0) for i, name in enumerate(_GIVEN)}
-    places |= {name: (len(_GIVEN), 4 * start) for name, start in zip(_BETWEEN, starts, strict=True)}
-    series = Series([(handle, [places[name] for name in tensors]) for handle, tensors in handles])
-    forms = *form(g.dq, g.dk, g.dv), ((size,), (1,), torch.float32)
+    forms, index = form(g.dq, g.dk, g.dv, g.between), g.q.device.index
 
     def launch(addresses: list[int]) -> tuple[torch.Tensor, ...]:
         """Launch on dout, q, k, v, out, lse and dlse at these addresses."""
-        made = empty(forms, series.index)
-        series((*addresses, *[x.data_ptr() for x in made]))
+        made = empty(forms, index)
+        start(handles, (*addresses, *[x.data_ptr() for x in made]))
         return tuple(made[:3])
 
     return launch
@@ -137,7 +128,7 @@ def _launch(key: tuple, given: tuple, with_dlse: bool, problem: tuple, step: int
     order = best_order(blocks) if step == 6 and plan.block_d < 256 else block_order(blocks)
     g = Gradients(dout, q, k, v, out, lse, dlse if with_dlse else None, plan, order.slots)
     found = launches(step, g, order, causal, window, scale, packed)
-    handles = [(run(g, launch), launch.tensors) for launch in found]
-    if handles[0][0] is not None and all(map(operator.is_, (dout, q, k, v, out, lse, dlse), given)):
+    handles = tuple([run(g, launch) for launch in found])
+    if handles[0] is not None and all(map(operator.is_, (dout, q, k, v, out, lse, dlse), given)):
         _kept[key] = _keep(handles, g)
     return g
