@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from utils.attention.gluon.arguments import Arguments, addressable, processors, unused
-from utils.attention.gluon.backward.operator import Attention, differentiate
+from utils.attention.gluon.backward.operator import Attention, gradients_of, save_for_backward
 from utils.attention.gluon.plan import Plan, packed_variant, plan_for, variant_for
 from utils.attention.problem import Attend, positive_scale
 from utils.kernels.handle import KEPT, empty, form, layout, needs_grad, observed
@@ -55,7 +55,9 @@ def _attention_gluon_fake(q, k, v, causal, scale, window, return_lse, step, leng
     return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
 
 
-differentiate(attention_gluon)
+attention_gluon.register_autograd(
+    lambda ctx, dout, dlse: (*gradients_of(ctx, dout, dlse), *[None] * 6), setup_context=save_for_backward
+)
 
 
 def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, step: int, lengths: tuple[int, ...] = ()):

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from utils.attention.gluon.intervals import Packed
 
 GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"  # tensors with an address of their own
-MAIN_KERNELS = {
-    1: "step1_atomics.attention_backward_step1",
-    3: "step3_warp_specialized.attention_backward_step3",
-    6: "step6_one_consumer.attention_backward_step6",
-    256: "wide_heads.attention_backward_wide",  # step 6 at this head dimension
-}
 
 
 class Launch(NamedTuple):
@@ -84,11 +78,6 @@ def arguments_of(g: Gradients, launch: Launch) -> list:
     return found
 
 
-def strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a tensor in units of 8 elements, which TMA and the kernels around the main one need."""
-    return tuple(n // 8 for n in x.stride()[:3])
-
-
 def launches(
     step: int, g: Gradients, order: Order, causal: bool, window: int, scale: float, packed: Packed | None = None
 ) -> list[Launch]:
@@ -97,11 +86,13 @@ def launches(
     rows, width = g.lse2.shape[1], plan.block_d
     # Columns of the sums of dQ, in units of 64 and, those that are cleared, of 8.
     summed = (width // 64, head_dim // 8) if plan.dq else (0, 0)
+    # In units of 8 elements: the kernel knows so of 16 bytes.
+    strides = [n // 8 for x in (g.out, g.dout) for n in x.stride()[:3]]
     start = Launch(
         "fragments.start_backward",
         (rows // 64, batch * heads),
         ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter"),
-        (*strides(g.out), *strides(g.dout), sq, heads, head_dim // 8, *summed),
+        (*strides, sq, heads, head_dim // 8, *summed),
         {"DLSE": g.dlse is not g.lse},
     )
     blocks_n = -(-sk // plan.block_n) if packed is None else len(packed.blocks)
@@ -130,16 +121,25 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
     plan, m, n = g.plan, g.plan.block_m, g.plan.block_n
     if step == 1:
         constants = {"HEAD_DIM": g.q.shape[-1], "PLAN": plan}
-        return Launch(MAIN_KERNELS[1], (blocks[2], blocks[0]), (*tensors, "sums"), (*sizes, scale), constants)
+        return Launch(
+            "step1_atomics.attention_backward_step1",
+            (blocks[2], blocks[0]),
+            (*tensors, "sums"),
+            (*sizes, scale),
+            constants,
+        )
     if step == 3 or plan.block_d == 256:
-        kernel, tensors = (MAIN_KERNELS[3], (*tensors, "sums")) if step == 3 else (MAIN_KERNELS[256], tensors)
+        kernel = "wide_heads.attention_backward_wide"
+        if step == 3:
+            kernel, tensors = "step3_warp_specialized.attention_backward_step3", (*tensors, "sums")
         numbers, boxes = (*sizes, *blocks[:3], scale), (m, m, n, 64, 64, 64, m, m)
         return Launch(kernel, (programs,), tensors, numbers, {"PLAN": plan}, boxes, early=True)
     tensors = *tensors, "sums", "parts", "counter", "dk", "dv"
     # Of a tile's 64 rows of 128 numbers of dQ, or fewer (`storing_warp`), TMA adds up to 32 at once.
     rows = m, m, n, n, n, n, m, m, math.gcd(32, (plan.depth or 128) // 2)
     grid, arguments = (min(programs, processors(g.q.device)),), (*sizes, *blocks, g.q.shape[-1] // 8, scale)
-    return Launch(MAIN_KERNELS[6], grid, tensors, arguments, {"PLAN": plan}, rows, 8, early=True)
+    kernel = "step6_one_consumer.attention_backward_step6"
+    return Launch(kernel, grid, tensors, arguments, {"PLAN": plan}, rows, 8, early=True)
 
 
 def run(g: Gradients, launch: Launch):

@@ -36,7 +36,8 @@ def _attention_gluon_backward_fake(dout, dlse, q, k, v, out, lse, causal, scale,
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _save_for_backward(ctx, inputs, output) -> None:
+def save_for_backward(ctx, inputs, output) -> None:
+    """Keep the tensors of a forward pass; inputs: those of its operator."""
     q, k, v, causal, scale, window, return_lse, _, lengths = inputs
     out, lse = output
     if not return_lse:
@@ -46,8 +47,11 @@ def _save_for_backward(ctx, inputs, output) -> None:
     ctx.problem = causal, scale, window, return_lse, tuple(lengths or ())
 
 
-def _gradients(ctx, dout, dlse):
-    """Gradients by a bare launch, or by the operator where more than autograd has to see it."""
+def gradients_of(ctx, dout, dlse):
+    """Gradients by a bare launch, or by the operator where more than autograd has to see it.
+
+    Under torch.use_deterministic_algorithms the bits repeat.
+    """
     q, k, v, out, lse = ctx.saved_tensors
     causal, scale, window, return_lse, lengths = ctx.problem
     if not return_lse:
@@ -63,13 +67,6 @@ def _gradients(ctx, dout, dlse):
     return found
 
 
-def differentiate(attention_gluon) -> None:
-    """Give the forward's operator its gradients. Under torch.use_deterministic_algorithms the bits repeat."""
-    attention_gluon.register_autograd(
-        lambda ctx, dout, dlse: (*_gradients(ctx, dout, dlse), *[None] * 6), setup_context=_save_for_backward
-    )
-
-
 class Attention(torch.autograd.Function):
     """The output and the log-sum-exp of `run(q, k, v, *problem)`, with gradients of q, k and v."""
 
@@ -77,10 +74,10 @@ class Attention(torch.autograd.Function):
     def forward(ctx, run, q, k, v, problem):
         """Run the forward pass, and keep its tensors for the backward pass; problem: the operator's other arguments."""
         output = run(q, k, v, *problem)
-        _save_for_backward(ctx, (q, k, v, *problem), output)
+        save_for_backward(ctx, (q, k, v, *problem), output)
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse):
         """Return the gradients of q, k and v."""
-        return None, *_gradients(ctx, dout, dlse), None
+        return None, *gradients_of(ctx, dout, dlse), None
