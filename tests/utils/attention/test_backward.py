@@ -210,10 +210,8 @@ def test_query_heads_that_share_few_wide_keys_get_keys_of_their_own(monkeypatch)
     from utils.attention.gluon.backward import launch
 
     q, k, v, dout = tensors(1, 4, 2, 100, 150, 256, torch.bfloat16)
-    heads, real = [], launch._launch
-    monkeypatch.setattr(
-        launch, "_launch", lambda key, given, *rest: heads.append(given[2].shape[1]) or real(key, given, *rest)
-    )
+    heads, real = [], launch._prepare
+    monkeypatch.setattr(launch, "_prepare", lambda *given: heads.append(given[2].shape[1]) or real(*given))
     check(*simulated(q, k, v, dout, causal=True), torch.bfloat16)
     assert heads == [4]
 
@@ -288,27 +286,47 @@ def test_a_hundred_shapes_compile_at_most_twelve_kernels():
 
 
 @pytest.mark.parametrize("step", [6, 1])
-def test_a_kept_pass_takes_memory_of_its_own_for_what_lies_between_launches(monkeypatch, step):
-    """Its tensors have this call's addresses, and what lies between launches has places that do not overlap."""
-    from utils.attention.gluon.backward import launch
+def test_what_lies_between_launches_has_places_that_do_not_overlap(step):
     from utils.attention.gluon.backward.arguments import GIVEN, Gradients
     from utils.attention.gluon.backward.plan import plan_for
 
     q, k, v, dout = tensors(1, 4, 2, 130, 300, 64, torch.bfloat16)
-    given = dout, q, k, v, q, torch.empty(1, 4, 130)
-    g, got = Gradients(*given, None, plan_for(step, 64), 3), []
-    monkeypatch.setattr(launch, "empty", lambda forms, index: [torch.empty_strided(*x[:2], dtype=x[2]) for x in forms])
-    monkeypatch.setattr(launch, "start", lambda handles, addresses: got.extend(addresses))
-    addresses = [x.data_ptr() for x in (*given, given[5])]
-    made = launch._keep((), g)(addresses)
-    assert got[:-1] == addresses + [x.data_ptr() for x in made] and len(got) == len(GIVEN) + 1
-    assert [(x.shape, x.stride(), x.dtype) for x in made] == [(x.shape, x.stride(), x.dtype) for x in (q, k, v)]
+    g = Gradients(dout, q, k, v, q, torch.empty(1, 4, 130), None, plan_for(step, 64), 3)
     assert [g.place(name) for name in GIVEN] == [(i, 0) for i in range(len(GIVEN))]
     end = 0
     for name in ("lse2", "delta", "sums", "parts", "counter"):
         assert g.place(name) == (len(GIVEN), end) and end % 16 == 0
         end += 4 * getattr(g, name).numel()
     assert end == 4 * g.between.numel()
+
+
+def test_a_pass_is_launched_again_on_the_tensors_of_the_call(monkeypatch):
+    """Kept by layout; what TMA cannot address is copied, and the copy's layout counts."""
+    from utils.attention.gluon.backward import launch
+
+    q, k, v, dout = tensors(1, 4, 2, 130, 300, 64, torch.bfloat16)
+    lse, prepared, started = torch.rand(1, 4, 130), [], []
+
+    def prepare(*given):
+        prepared.append(given)
+        return ("handle",), [torch.empty_like(x) for x in (q, k, v)] + [torch.empty(9)]
+
+    monkeypatch.setattr(launch, "_kept", {})
+    monkeypatch.setattr(launch, "_prepare", prepare)
+    monkeypatch.setattr(launch, "empty", lambda forms, index: [torch.empty_strided(*x[:2], dtype=x[2]) for x in forms])
+    monkeypatch.setattr(launch, "start", lambda handles, addresses: started.append(addresses))
+    for given in (dout, torch.rand_like(dout)):
+        found = launch.backward(given, q, k, v, q, lse)
+        wanted = [x.data_ptr() for x in (given, q, k, v, q, lse, lse, *found)]
+        assert list(started[-1][:10]) == wanted and len(started[-1]) == 11 and len(prepared) == 1
+        assert [x.shape for x in found] == [x.shape for x in (q, k, v)]
+    shifted = torch.empty(dout.numel() + 1, dtype=dout.dtype)[1:].view(dout.shape)
+    for given in (shifted, dout[..., :1].expand(dout.shape), shifted):
+        launch.backward(given, q, k, v, q, lse)
+        assert started[-1][0] != given.data_ptr() and len(prepared) == 1 and started[-1][0] % 16 == 0
+    launch.backward(dout, q, k, v, q, lse, dlse=torch.rand_like(lse))
+    launch.backward(dout, q, k, v, q, lse, causal=True)
+    assert len(prepared) == 3 and prepared[1][6] is not None and prepared[0][6] is None
 
 
 def test_autograd_goes_through_a_bare_launch_and_gives_the_same():

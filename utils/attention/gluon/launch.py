@@ -61,26 +61,21 @@ attention_gluon.register_autograd(
 
 
 def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, step: int, lengths: tuple[int, ...] = ()):
-    """Launch a step: again as an earlier launch on tensors of this layout, if there was one.
-
-    A launch is kept only if TMA could address its tensors without a copy.
-
-    Returns:
-        The output, and the log-sum-exp or None.
-    """
-    key = step, causal, scale, window, return_lse, lengths, layout(q, k, v)
+    """Launch a step, again as an earlier launch on tensors of this layout if there was one: the output, and the log-sum-exp or None."""
+    key = causal, scale, window, return_lse, step, lengths, layout(q, k, v)
     if (kept := KEPT.get(key)) is not None and (found := kept(q, k, v)) is not None:
         return found
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
-    if not q.numel():
-        return out, lse
     given = q, k, v
     q, k, v = map(addressable, given)
-    with torch.cuda.device(q.device):
-        launch = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse, lengths)
-    if launch is not None and all(map(operator.is_, (q, k, v), given)):
-        KEPT[key] = _keep(launch, out, lse)
+    if any(map(operator.is_not, (q, k, v), given)):
+        return _run(q, k, v, *key[:6])
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
+    if q.numel():
+        with torch.cuda.device(q.device):
+            launch = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse, lengths)
+        if launch is not None:
+            KEPT[key] = _keep(launch, out, lse)
     return out, lse
 
 
@@ -106,9 +101,9 @@ def repeat(q, k, v, causal: bool, scale: float, window: int, lengths: tuple[int,
 
     It looks at nothing but their addresses: `attention` has compared the layouts. None if no launch was kept.
     """
-    problem = causal, scale, window, False
-    kept = KEPT.get((5, *problem, lengths, layout(q, k, v)))
-    return kept and (lambda q, k, v: (kept(q, k, v) or _run(q, k, v, *problem, 5, lengths))[0])
+    problem = causal, scale, window, False, 5, lengths
+    kept = KEPT.get((*problem, layout(q, k, v)))
+    return kept and (lambda q, k, v: (kept(q, k, v) or _run(q, k, v, *problem))[0])
 
 
 def forward(

@@ -13,6 +13,7 @@ import torch
 from utils.attention.gluon.arguments import descriptor, processors
 from utils.attention.gluon.backward.order import Order
 from utils.attention.gluon.backward.plan import BackwardPlan, span
+from utils.kernels.handle import Handle
 
 if TYPE_CHECKING:
     from utils.attention.gluon.intervals import Packed
@@ -142,18 +143,18 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
     return Launch(kernel, grid, tensors, arguments, {"PLAN": plan}, rows, 8, early=True)
 
 
-def run(g: Gradients, launch: Launch):
-    """Launch a kernel; return a `Handle` that repeats the launch, or None where it was simulated."""
-    from utils.kernels.handle import Handle
-
+def run(g: Gradients, launch: Launch) -> Handle | None:
+    """Compile a kernel; return its launch, or run it and return None where it is simulated."""
     kernel, tensors = kernel_of(launch.kernel), arguments_of(g, launch)
-    options = {"num_warps": launch.warps, "launch_pdl": launch.early}
-    compiled = kernel[launch.grid](*tensors, *launch.numbers, **launch.constants, **options)
-    if compiled is None or not g.q.is_cuda:
-        return None
-    rest = *launch.numbers, *launch.constants.values()
+    rest, options = (
+        (*launch.numbers, *launch.constants.values()),
+        {"num_warps": launch.warps, "launch_pdl": launch.early},
+    )
+    if not g.q.is_cuda:
+        return kernel[launch.grid](*tensors, *rest, **options)
+    compiled = narrowed(kernel.warmup(*tensors, *rest, grid=launch.grid, **options), launch)
     places = [g.place(name) for name in launch.tensors]
-    return Handle(narrowed(compiled, launch), launch.grid, tensors, rest, g.q.device.index, places=places)
+    return Handle(compiled, launch.grid, tensors, rest, g.q.device.index, places=places)
 
 
 def narrowed(compiled, launch: Launch):

@@ -10,32 +10,18 @@ while the one before ends. In deterministic mode and at head dimension 256 the k
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 
 import torch
 
-from utils.attention.gluon.arguments import addressable, processors
+from utils.attention.gluon.arguments import addressable, aligned, processors
 from utils.attention.gluon.backward.arguments import Gradients, launches, run
 from utils.attention.gluon.backward.order import best_order, block_order, blocks_of
 from utils.attention.gluon.backward.plan import plan_for, span
-from utils.kernels.handle import Handle, empty, form, start
+from utils.kernels.handle import empty, form, start
 from utils.newest import Newest
 
-
-def _keep(handles: tuple[Handle, ...], g: Gradients) -> Callable:
-    """Return a function that launches an earlier backward pass again, on tensors of the same shapes, strides and types."""
-    forms, index = form(g.dq, g.dk, g.dv, g.between), g.q.device.index
-
-    def launch(addresses: list[int]) -> tuple[torch.Tensor, ...]:
-        """Launch on dout, q, k, v, out, lse and dlse at these addresses."""
-        made = empty(forms, index)
-        start(handles, (*addresses, *[x.data_ptr() for x in made]))
-        return tuple(made[:3])
-
-    return launch
-
-
-_kept: Newest[tuple, Callable] = Newest(1024)
+# By the layout of the given tensors: the launches, what `empty` makes of the others' memory.
+_kept: Newest[tuple, tuple] = Newest(1024)
 
 
 def backward(
@@ -84,12 +70,42 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
     shapes = q.shape, k.shape, v.shape, q.dtype, q.device, lse.dtype, lse.is_contiguous()
     strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
     key = problem, step, shapes, strides, dlse is None or (dlse.dtype, dlse.is_contiguous())
-    if (kept := _kept.get(key)) is not None:
-        # Where the tensors start is no part of the key, and is looked at each time.
-        a, b, c, d, e, f, g = addresses = [x.data_ptr() for x in given]
-        if (a | b | c | d | e | f | g) % 16 == 0:
-            return kept(addresses)
-    deterministic, lengths = problem[3:]
+    # Where the tensors start is no part of the key, and is looked at each time.
+    a, b, c, d, e, f, g = addresses = [x.data_ptr() for x in given]
+    kept = _kept.get(key)
+    if kept is not None and (a | b | c | d | e | f | g) % 16 == 0:
+        made = empty(kept[1], q.device.index)
+    else:
+        fit = [aligned(x.contiguous()) if step == 1 else addressable(x) for x in given[:5]]
+        fit += [aligned(x.float().contiguous()) for x in given[5:]]
+        if any(map(operator.is_not, fit, given)):  # TMA cannot address all of them
+            dout, q, k, v, out, lse, seventh = fit
+            return gradients(dout, None if dlse is None else seventh, q, k, v, out, lse, problem, step)
+        group = q.shape[1] // k.shape[1]
+        if (
+            q.shape[-1] > 128
+            and group > 1
+            and 2 * k.shape[0] * k.shape[1] * -(-k.shape[2] // 64) <= processors(q.device)
+        ):
+            # Few blocks of 64 keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
+            keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+            dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, problem, step)
+            return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+        if not q.numel():
+            # Contiguous like all other results: torch.compile checks that the layout is the promised one.
+            return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        with torch.cuda.device(q.device if q.is_cuda else -1):
+            handles, made = _prepare(dout, q, k, v, out, lse, dlse, problem, step)
+        if handles[0] is None:  # the simulator has run the kernels
+            return tuple(made[:3])
+        kept = _kept[key] = handles, form(*made)
+    start(kept[0], (*addresses, *[x.data_ptr() for x in made]))
+    return tuple(made[:3])
+
+
+def _prepare(dout, q, k, v, out, lse, dlse, problem: tuple, step: int) -> tuple[tuple, list[torch.Tensor]]:
+    """Plan a backward pass: its launches, and memory for dQ, dK, dV and what lies between the launches."""
+    causal, scale, window, deterministic, lengths = problem
     if q.shape[-1] % 8:
         raise ValueError(
             f"The head dimension must be a multiple of 8, not {q.shape[-1]}: TMA moves 16 bytes at a time."
@@ -98,26 +114,6 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
         raise NotImplementedError(
             "The backward pass of packed sequences takes step 6, head dimensions up to 128, and no deterministic mode."
         )
-    if not q.numel():
-        # Contiguous like all other results: torch.compile checks that the layout is the promised one.
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        return dq, *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    group = q.shape[1] // k.shape[1]
-    if q.shape[-1] > 128 and group > 1 and 2 * k.shape[0] * k.shape[1] * -(-k.shape[2] // 64) <= processors(q.device):
-        # Few blocks of 64 keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
-        keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-        dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, problem, step)
-        return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    with torch.cuda.device(q.device if q.is_cuda else -1):
-        found = _launch(key, given, dlse is not None, problem, step)
-    return found.dq, found.dk, found.dv
-
-
-def _launch(key: tuple, given: tuple, with_dlse: bool, problem: tuple, step: int) -> Gradients:
-    """Plan and launch a backward pass, and keep its launches if TMA could address its tensors without a copy."""
-    causal, scale, window, deterministic, lengths = problem
-    dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given[:5])
-    lse, dlse = (x.float().contiguous() for x in given[5:])
     mask = "packed" if lengths else "ends" if causal or window or k.shape[2] % 128 else ""
     packed, plan = None, plan_for(step, q.shape[-1], deterministic, mask)
     if lengths:
@@ -126,9 +122,6 @@ def _launch(key: tuple, given: tuple, with_dlse: bool, problem: tuple, step: int
         packed = packed_keys(lengths, causal, window, plan.block_n, plan.block_m, q.device)
     blocks = blocks_of(plan, q, k, processors(q.device), span(causal, window), packed.blocks if packed else ())
     order = best_order(blocks) if step == 6 and plan.block_d < 256 else block_order(blocks)
-    g = Gradients(dout, q, k, v, out, lse, dlse if with_dlse else None, plan, order.slots)
+    g = Gradients(dout, q, k, v, out, lse, dlse, plan, order.slots)
     found = launches(step, g, order, causal, window, scale, packed)
-    handles = tuple([run(g, launch) for launch in found])
-    if handles[0] is not None and all(map(operator.is_, (dout, q, k, v, out, lse, dlse), given)):
-        _kept[key] = _keep(handles, g)
-    return g
+    return tuple([run(g, launch) for launch in found]), [g.dq, g.dk, g.dv, g.between]
