@@ -72,13 +72,14 @@ class Arguments:
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int):
-    """TMA descriptor of a tensor (B, H, S, D) with boxes of `rows` rows and `columns` columns."""
+    """TMA descriptor of a tensor (B, H, S, D), or of a matrix of fp32 numbers, with boxes of `rows` rows and `columns` columns."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     # Dimensions of size one may have any stride; TMA wants multiples of 16 bytes.
     strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
-    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, columns], gl.NVMMASharedLayout(128, 16, rank=4))
+    layout = gl.NVMMASharedLayout(128 if x.ndim == 4 else 0, 8 * x.element_size(), rank=x.ndim)
+    return TensorDescriptor(x, list(x.shape), strides, [1] * (x.ndim - 2) + [rows, columns], layout)
 
 
 @functools.lru_cache(maxsize=16)

@@ -65,17 +65,10 @@ class Gradients:
 
 def arguments_of(g: Gradients, launch: Launch) -> list:
     """Return the first arguments of a launch: TMA descriptors, and the tensors that are passed as pointers."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     found: list = [getattr(g, name) for name in launch.tensors]
     for i, rows in enumerate(launch.boxes):
-        x, numbers = found[i], gl.NVMMASharedLayout(0, 32, rank=2)
-        if x.ndim == 4:
-            found[i] = descriptor(x, rows, g.plan.block_d)
-        else:  # a matrix of fp32 numbers
-            box = [rows, 128] if launch.tensors[i] == "sums" else [1, rows]
-            found[i] = TensorDescriptor(x, list(x.shape), list(x.stride()), box, numbers)
+        matrix = (rows, 128) if launch.tensors[i] == "sums" else (1, rows)
+        found[i] = descriptor(found[i], *((rows, g.plan.block_d) if found[i].ndim == 4 else matrix))
     return found
 
 

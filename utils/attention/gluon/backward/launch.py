@@ -17,11 +17,7 @@ from utils.attention.gluon.arguments import addressable, aligned, processors
 from utils.attention.gluon.backward.arguments import Gradients, launches, run
 from utils.attention.gluon.backward.order import best_order, block_order, blocks_of
 from utils.attention.gluon.backward.plan import plan_for, span
-from utils.kernels.handle import empty, form, start
-from utils.newest import Newest
-
-# By the layout of the given tensors: the launches, what `empty` makes of the others' memory.
-_kept: Newest[tuple, tuple] = Newest(1024)
+from utils.kernels.handle import KEPT, empty, form, start
 
 
 def backward(
@@ -69,10 +65,10 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
     given = dout, q, k, v, out, lse, lse if dlse is None else dlse
     shapes = q.shape, k.shape, v.shape, q.dtype, q.device, lse.dtype, lse.is_contiguous()
     strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
-    key = problem, step, shapes, strides, dlse is None or (dlse.dtype, dlse.is_contiguous())
+    key = "backward", problem, step, shapes, strides, dlse is None or (dlse.dtype, dlse.is_contiguous())
     # Where the tensors start is no part of the key, and is looked at each time.
     a, b, c, d, e, f, g = addresses = [x.data_ptr() for x in given]
-    kept = _kept.get(key)
+    kept = KEPT.get(key)
     if kept is not None and (a | b | c | d | e | f | g) % 16 == 0:
         made = empty(kept[1], q.device.index)
     else:
@@ -98,7 +94,7 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
             handles, made = _prepare(dout, q, k, v, out, lse, dlse, problem, step)
         if handles[0] is None:  # the simulator has run the kernels
             return tuple(made[:3])
-        kept = _kept[key] = handles, form(*made)
+        kept = KEPT[key] = handles, form(*made)
     start(kept[0], (*addresses, *[x.data_ptr() for x in made]))
     return tuple(made[:3])
 
