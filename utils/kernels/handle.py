@@ -20,6 +20,7 @@ import torch
 
 from utils.newest import Newest
 
+_empty_strided = torch._C._dynamo.guards._empty_strided_cuda
 KEPT: Newest[tuple, Any] = Newest(4096)
 _BOUND: Newest[tuple, list] = Newest(4096)  # packed launches, by handles, stream and addresses
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has not used CUDA before
@@ -59,7 +60,7 @@ def empty(forms: Sequence[tuple], index: int) -> list[torch.Tensor]:
     if torch._C._cuda_getDevice() != index:
         with torch.cuda.device(index):
             return empty(forms, index)
-    return [torch._C._dynamo.guards._empty_strided_cuda(*x) for x in forms]
+    return [_empty_strided(*x) for x in forms]
 
 
 def parameters(ptx: str) -> list[tuple[int, int, str]]:
@@ -131,11 +132,10 @@ class Handle:
                 f"{metadata.name} declares {len(declared)} parameters and {max(scratch)} bytes of memory for itself; "
                 f"{len(values) + len(scratch)} and none were expected of this version of Triton."
             )
-        self.size = declared[-1][0] + declared[-1][1]
+        self.begins, self.size = [begin for begin, _, _ in declared], declared[-1][0] + declared[-1][1]
         self.memory, self.start = _memory(self.size)  # the parameters, but for the addresses
-        self.tensors: list[
-            tuple
-        ] = []  # (its parameter's beginning, number among the addresses, bytes behind, whether it is a descriptor)
+        # Where a tensor's parameter begins, its number among the addresses, bytes behind, and whether it is a descriptor.
+        self.tensors: list[tuple[int, int, int, bool]] = []
         for (begin, size, kind), value in zip(declared, values, strict=False):
             if isinstance(value, tuple):
                 place, described, box = value
@@ -153,28 +153,27 @@ class Handle:
             attributes += [(_CLUSTER, cluster, 1, 1), (_CLUSTER_POLICY, 1, 0, 0)]  # policy 1: spread over the SMs
         if cluster == 16:  # more than every GPU has to be able to do
             _check(_driver().cuFuncSetAttribute(self.function, 14, 1))
-        self.attributes = (
-            len(attributes),
-            b"".join(struct.pack("I4x3I52x", *x) for x in attributes),
-        )  # CUlaunchAttribute
+        # CUlaunchAttribute, one behind the other
+        self.held = ctypes.create_string_buffer(b"".join(struct.pack("I4x3I52x", *x) for x in attributes))
+        self.attributes = ctypes.addressof(self.held), len(attributes)
         self.blocks = x * cluster, y, z, 32 * metadata.num_warps, 1, 1, metadata.shared
 
     def bind(self, stream: int, addresses: Sequence[int]) -> tuple:
         """Return the driver's arguments for a launch on tensors that begin at these addresses, and what keeps them alive."""
-        number, attributes = self.attributes
-        (memory, start), replace = _memory(self.size + 8 + 104 + len(attributes)), _driver().cuTensorMapReplaceAddress
+        (memory, start), replace = _memory(self.size + 8 * len(self.begins) + 64), _driver().cuTensorMapReplaceAddress
         ctypes.memmove(start, self.start, self.size)
         for begin, i, behind, described in self.tensors:
             if described:
                 _check(replace(start + begin, addresses[i] + behind))
             else:
                 ctypes.c_uint64.from_address(start + begin).value = addresses[i] + behind
-        # The launch's `extra` (CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END), the size, and CUlaunchConfig.
-        extra = start + -(-self.size // 8) * 8
-        config, size = extra + 48, extra + 40
-        bits = struct.pack("6q7I4xqqI4x", 1, start, 2, size, 0, self.size, *self.blocks, stream, extra + 104, number)
-        ctypes.memmove(extra, bits + attributes, len(bits + attributes))
-        return (ctypes.c_void_p(config), self.function, None, ctypes.c_void_p(extra)), memory
+        # Where each parameter is, and CUlaunchConfig.
+        pointers = start + -(-self.size // 8) * 8
+        config = pointers + 8 * len(self.begins)
+        places = [start + begin for begin in self.begins]
+        bits = struct.pack(f"{len(places)}q7I4xqqI4x", *places, *self.blocks, stream, *self.attributes)
+        ctypes.memmove(pointers, bits, len(bits))
+        return (ctypes.c_void_p(config), self.function, ctypes.c_void_p(pointers), None), memory
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launch on these tensors, of the same shapes, strides and alignment as those of the launch that was kept."""

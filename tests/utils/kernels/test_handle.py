@@ -30,7 +30,7 @@ PTX = """
 { .param .b32 none; }
 """
 PLACES = 0, 128, 132, 136, 144, 152, 160, 168, 172, 176, 184
-FORM = "=64s64xiiqqqqifqq"  # a descriptor's first half
+SIZES = 128, 4, 4, 8, 8, 8, 8, 4, 4, 8, 8
 
 
 class Driver:
@@ -52,14 +52,13 @@ class Driver:
     def cuGetErrorString(self, result, text):
         return 0
 
-    def cuLaunchKernelEx(self, config, function, none, extra):
+    def cuLaunchKernelEx(self, config, function, parameters, extra):
         at = struct.unpack("7I4xqqI4x", ctypes.string_at(config.value, 56))
-        pointer, start, size, length, end = struct.unpack("5q", ctypes.string_at(extra.value, 40))
-        assert none is None and (pointer, size, end) == (1, 2, 0)
         attributes = [struct.unpack("I4x3I", ctypes.string_at(at[8] + 72 * i, 20)) for i in range(at[9])]
-        facts = *at[:8], function.value, attributes
-        length = ctypes.c_size_t.from_address(length).value
-        self.launches.append((facts, struct.unpack(FORM, ctypes.string_at(start, length))))
+        pointers = struct.unpack(f"{len(SIZES)}q", ctypes.string_at(parameters.value, 8 * len(SIZES)))
+        values = [ctypes.string_at(place, size) for place, size in zip(pointers, SIZES, strict=True)]
+        assert extra is None and pointers[0] % 64 == 0
+        self.launches.append((at[:8], function.value, attributes, values))
         return self.results.pop() if self.results else 0
 
 
@@ -89,11 +88,15 @@ def test_a_launch_is_repeated_with_other_tensors(driver):
     assert [place for place, _, _ in parameters(PTX)] == list(PLACES)
     handle = Handle(compiled_kernel(), (5,), (described, torch.zeros(2)), (table, -9, 0.5, "PLAN"), 3, cluster=2)
     assert driver.described == [(9, 2, [8, 4], [16, 0], [32, 64], [1, 1], 0, 3, 2, 0)] and not driver.launches
-    facts = 10, 1, 1, 384, 1, 1, 4096, 73, 11, [(6, 1, 0, 0), (4, 2, 1, 1), (5, 1, 0, 0)]
+    facts = (10, 1, 1, 384, 1, 1, 4096, 73), 11, [(6, 1, 0, 0), (4, 2, 1, 1), (5, 1, 0, 0)]
 
     def expected(x, y):
-        words = struct.pack("q", x) + b"descriptor" + bytes(46)
-        return facts, (words, 4, 8, 8, 1, y, table.data_ptr(), -9, 0.5, 0, 0)
+        described = struct.pack("q56s64x", x, b"descriptor")
+        numbers = struct.pack("iiqqqqifqq", 4, 8, 8, 1, y, table.data_ptr(), -9, 0.5, 0, 0)
+        return *facts, [
+            described,
+            *(numbers[begin - 128 : begin - 128 + n] for begin, n in list(zip(PLACES, SIZES, strict=True))[1:]),
+        ]
 
     x, y = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(2)
     for tensors in ((x, y), (base, y), (x, y)):
