@@ -27,7 +27,7 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has not used CUDA be
 # CUlaunchAttributeID: what a launch may have beside its grid.
 _CLUSTER, _CLUSTER_POLICY, _EARLY = 4, 5, 6
 _TMA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
-_PARAMETER = re.compile(r"\.param (?:\.align (\d+) )?\.([busf])(\d+)[^,\[\n]*(?:\[(\d+)\])?")
+_PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.([busf])(\d+)[^,\[\n]*(?:\[(\d+)\])?")
 
 
 @functools.cache
@@ -63,15 +63,10 @@ def empty(forms: Sequence[tuple], index: int) -> list[torch.Tensor]:
     return [_empty_strided(*x) for x in forms]
 
 
-def parameters(ptx: str) -> list[tuple[int, int, str]]:
-    """Return the parameters of a kernel as its PTX declares them: where each begins, its bytes, and its kind."""
-    found, end = [], 0
-    for align, kind, bits, number in _PARAMETER.findall(ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))]):
-        size = int(bits) // 8 * int(number or 1)
-        start = -(-end // int(align or size)) * int(align or size)
-        found.append((start, size, kind))
-        end = start + size
-    return found
+def parameters(ptx: str) -> list[tuple[str, int]]:
+    """Return kind and bytes of each parameter that a kernel declares."""
+    head = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))]
+    return [(kind, int(bits) // 8 * int(number or 1)) for kind, bits, number in _PARAMETER.findall(head)]
 
 
 def _describe(place: int, described: Any, metadata: dict) -> None:
@@ -132,11 +127,15 @@ class Handle:
                 f"{metadata.name} declares {len(declared)} parameters and {max(scratch)} bytes of memory for itself; "
                 f"{len(values) + len(scratch)} and none were expected of this version of Triton."
             )
-        self.begins, self.size = [begin for begin, _, _ in declared], declared[-1][0] + declared[-1][1]
+        self.begins: list[int] = []
+        self.size = 0
+        for _, size in declared:  # a descriptor has to begin at a multiple of 64 bytes
+            self.begins.append(-(-self.size // 64) * 64 if size > 8 else self.size)
+            self.size = self.begins[-1] + max(size, 8)
         self.memory, self.start = _memory(self.size)  # the parameters, but for the addresses
         # Where a tensor's parameter begins, its number among the addresses, bytes behind, and whether it is a descriptor.
         self.tensors: list[tuple[int, int, int, bool]] = []
-        for (begin, size, kind), value in zip(declared, values, strict=False):
+        for begin, (kind, size), value in zip(self.begins, declared, values, strict=False):
             if isinstance(value, tuple):
                 place, described, box = value
                 self.tensors.append((begin, *place, described is not None))
@@ -168,7 +167,7 @@ class Handle:
             else:
                 ctypes.c_uint64.from_address(start + begin).value = addresses[i] + behind
         # Where each parameter is, and CUlaunchConfig.
-        pointers = start + -(-self.size // 8) * 8
+        pointers = start + self.size
         config = pointers + 8 * len(self.begins)
         places = [start + begin for begin in self.begins]
         bits = struct.pack(f"{len(places)}q7I4xqqI4x", *places, *self.blocks, stream, *self.attributes)

@@ -85,7 +85,7 @@ def compiled_kernel(**changes):
 def test_a_launch_is_repeated_with_other_tensors(driver):
     base, table = torch.zeros(4, 8, dtype=torch.bfloat16), torch.arange(3)
     described = types.SimpleNamespace(base=base, shape=[4, 8], strides=[8, 1], block_shape=[64, 32])
-    assert [place for place, _, _ in parameters(PTX)] == list(PLACES)
+    assert [size for _, size in parameters(PTX)] == list(SIZES)
     handle = Handle(compiled_kernel(), (5,), (described, torch.zeros(2)), (table, -9, 0.5, "PLAN"), 3, cluster=2)
     assert driver.described == [(9, 2, [8, 4], [16, 0], [32, 64], [1, 1], 0, 3, 2, 0)] and not driver.launches
     facts = (10, 1, 1, 384, 1, 1, 4096, 73), 11, [(6, 1, 0, 0), (4, 2, 1, 1), (5, 1, 0, 0)]
