@@ -8,29 +8,16 @@ import pytest
 import torch
 
 from utils.kernels import handle as launching
-from utils.kernels.handle import KEPT, Handle, needs_grad, observed, parameters, start
+from utils.kernels.handle import KEPT, Handle, needs_grad, observed, start
 from utils.machine.device import gluon_support
 
 hopper = pytest.mark.skipif(not gluon_support(), reason="the Gluon kernels need a Hopper GPU")
 
-PTX = """
-.visible .entry kernel(
-	.param .align 64 .b8 kernel_param_0[128],
-	.param .u32 kernel_param_1,
-	.param .u32 kernel_param_2,
-	.param .u64 kernel_param_3,
-	.param .u64 kernel_param_4,
-	.param .u64 .ptr .global .align 1 kernel_param_5,
-	.param .u64 .ptr .global .align 1 kernel_param_6,
-	.param .u32 kernel_param_7,
-	.param .f32 kernel_param_8,
-	.param .u64 .ptr .global .align 1 kernel_param_9,
-	.param .u64 .ptr .global .align 1 kernel_param_10
-)
-{ .param .b32 none; }
-"""
-PLACES = 0, 128, 132, 136, 144, 152, 160, 168, 172, 176, 184
-SIZES = 128, 4, 4, 8, 8, 8, 8, 4, 4, 8, 8
+POINTER, NUMBERS = ".u64 .ptr .global .align 1", [".u32", ".u32", ".u64", ".u64"]
+DECLARED = ".align 64 .b8", *NUMBERS, POINTER, POINTER, ".u32", ".f32", POINTER, POINTER
+PTX = ",\n".join(f"\t.param {kind} p{i}" + "[128]" * (i == 0) for i, kind in enumerate(DECLARED))
+PTX = f".visible .entry kernel(\n{PTX}\n) {{ .param .b32 none; }}"
+FORMATS = "128s", "i", "i", "q", "q", "q", "q", "i", "f", "q", "q"
 
 
 class Driver:
@@ -41,23 +28,23 @@ class Driver:
 
     def cuTensorMapEncodeTiled(self, place, kind, rank, address, *numbers):
         self.described.append((kind, rank, *[list(x) for x in numbers[:4]], *numbers[4:]))
-        ctypes.memmove(place, struct.pack("8s56s", struct.pack("q", address), b"descriptor"), 64)
-        return 0
+        ctypes.memmove(place, struct.pack("q120s", address, b"descriptor"), 128)
 
     def cuTensorMapReplaceAddress(self, place, address):
         assert place % 64 == 0
         ctypes.c_uint64.from_address(place).value = address
-        return 0
 
     def cuGetErrorString(self, result, text):
-        return 0
+        pass
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         at = struct.unpack("7I4xqqI4x", ctypes.string_at(config.value, 56))
         attributes = [struct.unpack("I4x3I", ctypes.string_at(at[8] + 72 * i, 20)) for i in range(at[9])]
-        pointers = struct.unpack(f"{len(SIZES)}q", ctypes.string_at(parameters.value, 8 * len(SIZES)))
-        values = [ctypes.string_at(place, size) for place, size in zip(pointers, SIZES, strict=True)]
-        assert extra is None and pointers[0] % 64 == 0
+        places = struct.unpack(f"{len(FORMATS)}q", ctypes.string_at(parameters.value, 8 * len(FORMATS)))
+        values = [
+            struct.unpack(x, ctypes.string_at(i, struct.calcsize(x)))[0] for i, x in zip(places, FORMATS, strict=True)
+        ]
+        assert extra is None
         self.launches.append((at[:8], function.value, attributes, values))
         return self.results.pop() if self.results else 0
 
@@ -71,64 +58,47 @@ def driver(monkeypatch):
     return found
 
 
-def compiled_kernel(**changes):
-    box = dict(swizzle=3, elem_size=2, elem_type=10, block_size=[64, 32], fp4_padded=False)
-    facts = dict(num_warps=12, shared=4096, launch_pdl=True, launch_cooperative_grid=False, tensordesc_meta=[box])
-    facts |= dict(global_scratch_size=0, profile_scratch_size=0, name="kernel") | changes
+X, Y, TABLE = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(2), torch.arange(3)
+
+
+def handle(*more, ptx=PTX, scratch=0):
+    """A launch of a compiled kernel with a descriptor, two pointers, numbers and a constant."""
+    facts = dict(num_warps=12, shared=4096, launch_pdl=True, tensordesc_meta=[dict(swizzle=3, block_size=[64, 32])])
+    facts |= dict(global_scratch_size=scratch, profile_scratch_size=0, name="kernel")
     kinds = "tensordesc<bf16[64,32]>", "*fp32", "*i32", "i32", "fp32", "constexpr"
-    source = types.SimpleNamespace(signature=dict(enumerate(kinds)))
-    return types.SimpleNamespace(
-        asm={"ptx": PTX}, metadata=types.SimpleNamespace(**facts), src=source, run=None, function=11
-    )
+    source, metadata = types.SimpleNamespace(signature=dict(enumerate(kinds))), types.SimpleNamespace(**facts)
+    kernel = types.SimpleNamespace(asm={"ptx": ptx}, metadata=metadata, src=source, run=None, function=11)
+    described = types.SimpleNamespace(base=torch.zeros_like(X), shape=[4, 8], strides=[8, 1])
+    return Handle(kernel, (5,), (described, torch.zeros(2)), (TABLE, -9, 0.5, "PLAN"), 3, *more)
 
 
 def test_a_launch_is_repeated_with_other_tensors(driver):
-    base, table = torch.zeros(4, 8, dtype=torch.bfloat16), torch.arange(3)
-    described = types.SimpleNamespace(base=base, shape=[4, 8], strides=[8, 1], block_shape=[64, 32])
-    assert [size for _, size in parameters(PTX)] == list(SIZES)
-    handle = Handle(compiled_kernel(), (5,), (described, torch.zeros(2)), (table, -9, 0.5, "PLAN"), 3, cluster=2)
-    assert driver.described == [(9, 2, [8, 4], [16, 0], [32, 64], [1, 1], 0, 3, 2, 0)] and not driver.launches
-    facts = (10, 1, 1, 384, 1, 1, 4096, 73), 11, [(6, 1, 0, 0), (4, 2, 1, 1), (5, 1, 0, 0)]
-
     def expected(x, y):
-        described = struct.pack("q56s64x", x, b"descriptor")
-        numbers = struct.pack("iiqqqqifqq", 4, 8, 8, 1, y, table.data_ptr(), -9, 0.5, 0, 0)
-        return *facts, [
-            described,
-            *(numbers[begin - 128 : begin - 128 + n] for begin, n in list(zip(PLACES, SIZES, strict=True))[1:]),
-        ]
+        words = struct.pack("q120s", x, b"descriptor"), 4, 8, 8, 1, y, TABLE.data_ptr(), -9, 0.5, 0, 0
+        return (10, 1, 1, 384, 1, 1, 4096, 73), 11, [(6, 1, 0, 0), (4, 2, 1, 1), (5, 1, 0, 0)], [*words]
 
-    x, y = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(2)
-    for tensors in ((x, y), (base, y), (x, y)):
-        handle(*tensors)
-        assert driver.launches.pop() == expected(*[tensor.data_ptr() for tensor in tensors])
-    places = (1, 0), (0, 8)
-    other = Handle(compiled_kernel(), (5,), (described, torch.zeros(2)), (table, -9, 0.5, "PLAN"), 3, 2, places)
-    for _ in range(2):
-        start((other, handle), (x.data_ptr(), y.data_ptr()))
-        assert driver.launches.pop() == expected(x.data_ptr(), y.data_ptr())
-        assert driver.launches.pop() == expected(y.data_ptr(), x.data_ptr() + 8)
-    assert not driver.launches
+    first, other = handle(2), handle(2, ((1, 0), (0, 8)))
+    assert driver.described == [(9, 2, [8, 4], [16, 0], [32, 64], [1, 1], 0, 3, 2, 0)] * 2 and not driver.launches
+    for x in (X, X.clone(), X):
+        first(x, Y)
+        start((other, first), (x.data_ptr(), Y.data_ptr()))
+        alone = expected(x.data_ptr(), Y.data_ptr())
+        assert driver.launches == [alone, expected(Y.data_ptr(), x.data_ptr() + 8), alone]
+        driver.launches.clear()
 
 
 def test_a_launch_that_the_driver_refuses_is_an_error(driver, monkeypatch):
-    base = torch.zeros(4, 8, dtype=torch.bfloat16)
-    described = types.SimpleNamespace(base=base, shape=[4, 8], strides=[8, 1], block_shape=[64, 32])
-    arguments = (5,), (described, torch.zeros(2)), (torch.arange(3), 9, 0.5, "PLAN"), 3
-    handle, contexts = Handle(compiled_kernel(), *arguments), []
+    contexts = []
     driver.results = [719]
     with pytest.raises(RuntimeError, match="719"):
-        handle(base, base)
+        handle()(X, Y)
     monkeypatch.setattr(torch.cuda, "mem_get_info", contexts.append)
     driver.results = [0, 201]  # a thread that has no context yet
-    handle(base, base)
+    handle()(X, Y)
     assert contexts == [3] and not driver.results
-    with pytest.raises(RuntimeError, match="parameters"):
-        Handle(compiled_kernel(global_scratch_size=128), *arguments)
-    kernel = compiled_kernel()
-    kernel.asm["ptx"] = PTX.replace("\t.param .u32 kernel_param_7,\n", "")
-    with pytest.raises(RuntimeError, match="parameters"):
-        Handle(kernel, *arguments)
+    for changes in ({"scratch": 128}, {"ptx": PTX.replace("\t.param .f32 p8,\n", "")}):
+        with pytest.raises(RuntimeError, match="parameters"):
+            handle(**changes)
 
 
 def test_who_has_to_see_the_operator():
