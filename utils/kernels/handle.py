@@ -17,9 +17,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_compiling
 
 from utils.newest import Newest
 
+_PLAIN = torch.Tensor, torch.nn.Parameter
 _empty_strided = torch._C._dynamo.guards._empty_strided_cuda
 KEPT: Newest[tuple, Any] = Newest(4096)
 _BOUND: Newest[tuple, list] = Newest(4096)  # packed launches, by handles, stream and addresses
@@ -204,11 +208,9 @@ def observed(*tensors: torch.Tensor) -> bool:
     torch.compile, a function transform (vmap, grad), a dispatch mode (FlopCounterMode, fake tensors), or a subclass of
     Tensor other than Parameter.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if is_compiling() or _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
         return True
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    return any([x.__class__ is not torch.Tensor and x.__class__ is not torch.nn.Parameter for x in tensors])
+    return any([x.__class__ not in _PLAIN for x in tensors])
 
 
 def needs_grad(*tensors: torch.Tensor) -> bool:
