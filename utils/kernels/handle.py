@@ -44,9 +44,7 @@ def _driver() -> Any:
 
 def _check(result: int) -> None:
     if result:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(result, ctypes.byref(text))
-        raise RuntimeError(f"The CUDA driver refuses a launch: {(text.value or b'').decode()} ({result}).")
+        raise RuntimeError(f"The CUDA driver refuses a launch: error {result} of CUresult.")
 
 
 def layout(*tensors: torch.Tensor) -> tuple:

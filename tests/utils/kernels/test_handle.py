@@ -34,9 +34,6 @@ class Driver:
         assert place % 64 == 0
         ctypes.c_uint64.from_address(place).value = address
 
-    def cuGetErrorString(self, result, text):
-        pass
-
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         at = struct.unpack("7I4xqqI4x", ctypes.string_at(config.value, 56))
         attributes = [struct.unpack("I4x3I", ctypes.string_at(at[8] + 72 * i, 20)) for i in range(at[9])]

@@ -100,11 +100,7 @@ def strides_fit(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 and all(stride * x.element_size() % 16 == 0 and stride > 0 for stride in strides)
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return x if it begins at a multiple of 16 bytes, else a copy."""
-    return x.clone() if x.data_ptr() % 16 else x
-
-
 def addressable(x: torch.Tensor) -> torch.Tensor:
-    """Return x if TMA can address it (`strides_fit` and `aligned`), else a copy."""
-    return aligned(x if strides_fit(x) else x.contiguous())
+    """Return x if TMA can address it (`strides_fit`, and it begins at a multiple of 16 bytes), else a copy."""
+    x = x if strides_fit(x) else x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x

@@ -13,7 +13,7 @@ import operator
 
 import torch
 
-from utils.attention.gluon.arguments import addressable, aligned, processors
+from utils.attention.gluon.arguments import addressable, processors
 from utils.attention.gluon.backward.arguments import Gradients, launches, run
 from utils.attention.gluon.backward.order import best_order, block_order, blocks_of
 from utils.attention.gluon.backward.plan import plan_for, span
@@ -72,8 +72,8 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
     if kept is not None and (a | b | c | d | e | f | g) % 16 == 0:
         made = empty(kept[1], q.device.index)
     else:
-        fit = [aligned(x.contiguous()) if step == 1 else addressable(x) for x in given[:5]]
-        fit += [aligned(x.float().contiguous()) for x in given[5:]]
+        fit = [x.contiguous() if step == 1 else addressable(x) for x in given[:5]]
+        fit += [x.float().contiguous() for x in given[5:]]
         if any(map(operator.is_not, fit, given)):  # TMA cannot address all of them
             dout, q, k, v, out, lse, seventh = fit
             return gradients(dout, None if dlse is None else seventh, q, k, v, out, lse, problem, step)
