@@ -54,7 +54,9 @@ def profile_on_pretended_gpu(answer: Callable, operator: str, repeats: int, file
             super().step()
 
     Profile.__name__ = "profile"  # by which the grader knows the one that an answer returns
-    names: dict[str, Any] = getattr(answer, "__globals__", {})  # a notebook's, where torch's functions may have other names
+    names: dict[str, Any] = getattr(
+        answer, "__globals__", {}
+    )  # a notebook's, where torch's functions may have other names
     course = {"synchronize": synchronize, "on_gpu": True, "device": torch.device("cuda")}
     found = {name: value for name, value in course.items() if name in names}
     for real, pretended in ((real_profile, Profile), (real_available, is_available), (real_wait, synchronize)):
