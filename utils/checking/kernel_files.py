@@ -41,7 +41,7 @@ _BUILTINS = words("""
 def expect_kernel_file(source: str, file: str) -> None:
     """Assert that a file holds kernels and what they need, and nothing else; the message names the line and what it holds."""
     tree = parse_file(source, file)
-    imported = _imported(tree)
+    imported = _imported(tree, file)
     for statement in tree.body:
         _expect_kernels(statement, file, imported)
 
@@ -55,16 +55,18 @@ def kernels_of(source: str, file: str, kernel: str) -> str:
         kernel: a `@triton.jit` function that the file has to define.
     """
     tree = parse_file(source, file)
-    imported = _imported(tree)
+    imported = _imported(tree, file)
     lines = source.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # the lines that Python counts, and no others
     found = False
     for node in tree.body:
-        is_kernel = isinstance(node, ast.FunctionDef) and any(_is_jit(d, imported) for d in node.decorator_list)
+        kernel_name = ""
+        if isinstance(node, ast.FunctionDef) and any(_is_jit(d, imported) for d in node.decorator_list):
+            kernel_name = node.name
         try:
             _expect_kernels(node, file, imported)
-            found |= is_kernel and node.name == kernel
+            found |= kernel_name == kernel
         except AssertionError:
-            if is_kernel:
+            if kernel_name:
                 raise
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
             lines[first - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - first + 1)
@@ -83,22 +85,22 @@ def parse_file(source: str, file: str) -> ast.Module:
         raise AssertionError(f"{file} is no Python: {words}" + (f", line {line}: {text}" if line else "")) from None
 
 
-def _imported(tree: ast.Module) -> set[str]:
+def _imported(tree: ast.Module, file: str) -> set[str]:
     """Return the names that a file's imports of the languages and helpers define."""
-    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom) and not _wrong_import(n, file)]
     return {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
 
 
 def _expect_kernels(statement: ast.stmt, file: str, imported: set[str]) -> None:
     """Assert that a statement of a file itself, which alone may import, holds nothing but kernels and what they need."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
-        found = [(statement, _wrong_import(statement, file))]
+        objections = [(statement.lineno, _wrong_import(statement, file))]
     else:
-        found = [(node, _objection(node, imported)) for node in ast.walk(statement)]
-    for node, what in found:
+        objections = [(getattr(n, "lineno", 0), _objection(n, imported)) for n in ast.walk(statement)]
+    for line, what in objections:
         if what:
             raise AssertionError(
-                f"{file}, line {getattr(node, 'lineno', '?')}: {what} may not stand in a file of kernels. It may import "
+                f"{file}, line {line}: {what} may not stand in a file of kernels. It may import "
                 "triton and its languages, and define kernels, helpers, aggregates and constants; put anything else into a "
                 "cell of the notebook."
             )

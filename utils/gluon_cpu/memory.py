@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from . import context, layouts
 from .accesses import Access, access, capitalized
 from .context import Clock, refuse, report
-from .dtypes import numpy_type, round_to
+from .dtypes import numpy_type
 from .known import constant, constants, number
 from .tensors import Shape, Tensor
 
@@ -282,32 +281,6 @@ class Rearranged(MemDesc):
         refuse("unknown operation", f"{text}. Cut or store it before that.")
 
     index = slice = permute = reshape = _reinterpret = reinterpret = store = gather = scatter = _refuse
-
-
-def _atomic_scatter(name: str, update) -> Callable:
-    """Return MemDesc.atomic_scatter_<name>, which combines values with elements along an axis and returns what was there."""
-
-    def scatter(self, values, indices, axis, mask=None) -> Tensor:
-        axis = constant(axis, f"atomic_scatter_{name}'s axis")
-        shape = np.broadcast_shapes(np.shape(values.data), indices.data.shape)
-        new, places = (np.broadcast_to(x.data, shape) for x in (values, indices))
-        keep = np.broadcast_to(True if mask is None else mask.data, shape)
-        self._check_places(Tensor(places[keep], indices.dtype, indices.layout), axis, f"atomic_scatter_{name}")
-        access(self, write=True, what=f"the atomic_scatter_{name} into {self.label}", covers=False)
-        old = np.zeros(shape, self.view.dtype)
-        for at in zip(*np.nonzero(keep), strict=True):  # one by one: a place may be there twice
-            place = (*at[:axis], places[at], *at[axis + 1 :])
-            old[at] = self.view[place]
-            self.view[place] = round_to(np.asarray(update(old[at], new[at])), self.dtype)
-        return Tensor(old, self.dtype, indices.layout)
-
-    return scatter
-
-
-UPDATES: dict[str, Callable] = {"add": np.add, "max": np.maximum, "min": np.minimum, "xchg": lambda old, new: new}
-UPDATES |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-for _name, _update in UPDATES.items():
-    setattr(MemDesc, f"atomic_scatter_{_name}", _atomic_scatter(_name, _update))
 
 
 def allocate(dtype, shape, layout, value=None) -> MemDesc:
