@@ -20,6 +20,7 @@ function that takes turns with it is still queued, in bursts of its own.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -79,12 +80,10 @@ class CudaTimer(CpuTimer):
     """Device time between two events around each sample, queued in bursts, one synchronization a burst."""
 
     clock = "CUDA events"
-    shortest_sample_ms = GPU_SAMPLE_MS
+    shortest_call_ms, shortest_sample_ms = GPU_SHORT_MS, GPU_SAMPLE_MS
 
     def __init__(self, device: torch.device, cold: bool, graph: bool, queue_ahead: bool):
-        self.device, self.cold, self.graph, self.queue_ahead = device, cold, graph, queue_ahead
-        self.notes = []
-        self.bursts_repeated = 0
+        self.device, self.graph, self.queue_ahead = device, graph, queue_ahead
         self.separate = False  # a burst of several functions failed: each function gets bursts of its own
         self.margin = MIN_MARGIN
         self.flush_bytes = 0
@@ -93,16 +92,10 @@ class CudaTimer(CpuTimer):
             self.flush_bytes = gpu_flush_bytes(device)
             self._buffer = torch.empty(self.flush_bytes // 4, dtype=torch.int32, device=device)
 
-    def prepare(
-        self, call: Call, warmup: int, calls_per_sample: int | None, deadline: float | None
-    ) -> tuple[Call, int]:
-        """Warm up, and capture the call in a CUDA graph or set the calls per sample, as the CPU's timer does."""
-        if not self.graph:
-            return super().prepare(call, warmup, calls_per_sample, deadline)
-        done = self.warm_up(call, max(warmup, 1), deadline)
-        call = self.capture(call, calls_per_sample)
-        self.warm_up(call, 2, deadline)
-        return call, done
+    def prepare(self, call: Call, warmup: int, calls_per_sample: int | None, deadline: float = math.inf) -> Call:
+        """Warm up and set the calls per sample as the CPU's timer does, and capture them in a CUDA graph if that is asked for."""
+        call = super().prepare(call, max(warmup, 1) if self.graph else warmup, calls_per_sample, deadline)
+        return self.capture(call) if self.graph else call
 
     def max_runs(self, call: Call) -> int:
         """Return the most runs of one sample: what the CPU can issue within one burst."""
@@ -112,20 +105,8 @@ class CudaTimer(CpuTimer):
         """Wait for the GPU."""
         torch.cuda.synchronize(self.device)
 
-    def long_enough(self, sample_ms: float, runs: int) -> bool:
-        """Whether the events resolve this sample; one run alone may be a little shorter than several together."""
-        return sample_ms >= (GPU_SHORT_MS if runs == 1 else GPU_SAMPLE_MS)
-
-    def capture(self, call: Call, calls_per_graph: int | None) -> Call:
-        """Capture the call in a CUDA graph: once with a cold cache, else as often as a sample needs or as asked for."""
-        if self.flush_bytes:
-            calls_per_graph = 1
-        if calls_per_graph is None:
-            runs = min(10, self.max_runs(call))
-            run_ms = min(self.sample([call] * 2, runs=runs, phase="calibration"))
-            calls_per_graph = 1
-            if run_ms < GPU_SHORT_MS:
-                calls_per_graph = min(MAX_GPU_CALLS, int(GPU_SAMPLE_MS / max(run_ms, 1e-3)) + 1)
+    def capture(self, call: Call) -> Call:
+        """Capture the calls of one sample in a CUDA graph; return its replay, warmed up."""
         self.synchronize()
         # After a failed capture the random generator still believes that it is being captured, and every later
         # torch.randn on the GPU raises. Therefore a failure restores this copy of the generator's state.
@@ -134,7 +115,7 @@ class CudaTimer(CpuTimer):
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                for _ in range(calls_per_graph):
+                for _ in range(call.runs_per_sample):
                     call.fn(*call.args, **call.kwargs)
         except Exception as error:
             generator.graphsafe_set_state(random_state)
@@ -144,8 +125,9 @@ class CudaTimer(CpuTimer):
             )
             raise
         captured = Call(torch.cuda.CUDAGraph.replay, (graph,), {}, call.label)
-        captured.calls_per_run = calls_per_graph
-        captured.calls_before_capture = call.calls
+        captured.calls_per_run = call.runs_per_sample
+        self.warm_up(captured, 2)
+        captured.warmed_up = call.warmed_up
         return captured
 
     def _issue_ms(self, call: Call, runs: int | None) -> float:
@@ -206,7 +188,6 @@ class CudaTimer(CpuTimer):
                 burst_ms, ahead = self._burst(burst, runs, phase)
                 tries = 1
                 while not ahead and self.queue_ahead and burst[0].queueable:
-                    self.bursts_repeated += 1
                     if tries == BURST_TRIES or self.margin >= MAX_MARGIN:
                         self._give_up(burst)
                         burst = []  # its samples are taken again, in another way
@@ -215,9 +196,6 @@ class CudaTimer(CpuTimer):
                     burst_ms, ahead = self._burst(burst, runs, phase)
                     tries += 1
                 self.margin = max(MIN_MARGIN, 0.8 * self.margin)
-                for call in dict.fromkeys(burst):
-                    call.bursts += 1
-                    call.bursts_ahead += ahead
                 for call, ms in zip(burst, burst_ms[: len(burst)], strict=True):
                     count = runs or call.runs_per_sample
                     if ahead:
@@ -256,24 +234,13 @@ class CudaTimer(CpuTimer):
         if key not in _GPU_FLOORS:
             empty = Call(torch.cuda._sleep, (0,), {}, "empty kernel")
             timer = CudaTimer(self.device, False, self.graph, ahead)
-            timer.warm_up(empty, 10, None)
-            if self.graph:
-                empty = timer.capture(empty, like.calls_per_run)
-            _GPU_FLOORS[key] = statistics.median(timer.sample([empty] * 51, runs=like.runs_per_sample, phase="floor"))
+            empty = timer.prepare(empty, 10, like.calls_per_run if self.graph else like.runs_per_sample)
+            _GPU_FLOORS[key] = statistics.median(timer.sample([empty] * 51, phase="floor"))
         return _GPU_FLOORS[key]
 
     def describe(self, call: Call) -> dict:
         """Describe the clock, the flush and the queue."""
-        if not call.bursts_ahead:
-            queue = "as issued: launch gaps are included"
-        else:
-            queue = (
-                f"kept ahead by a spin kernel in {call.bursts_ahead} of {call.bursts} bursts: "
-                "device work only, no launch gaps"
-            )
-        return {
-            "clock": self.clock,
-            "l2_flush_bytes": self.flush_bytes or None,
-            "queue": queue,
-            "bursts_repeated": self.bursts_repeated,
-        }
+        queue = "as issued: launch gaps are included"
+        if self.queue_ahead and call.queueable:
+            queue = "kept ahead by a spin kernel: device work only, no launch gaps"
+        return {"clock": self.clock, "l2_flush_bytes": self.flush_bytes or None, "queue": queue}

@@ -68,7 +68,6 @@ def benchmark_latency(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 1
         iterations=1,
         calls_per_sample=n_repeat,
         queue_ahead=False,
-        floor=False,
         device=pick_device(None, args, kwargs, fn),
         label=getattr(fn, "__name__", None),
     ).mean_ms

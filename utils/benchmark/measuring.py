@@ -41,8 +41,8 @@ def measure(fn: Callable, *args, label: str | None = None, **options) -> Measure
         *args: its arguments.
         label: name in the result. Default: the function's name.
         **options: the fields of `Timing`, which says what they mean: `warmup`, `iterations`, `device`, `flops`, `bytes`,
-            `roofs`, `dtype`, `l2`, `graph`, `max_seconds`, `calls_per_sample`, `queue_ahead`, `floor`, `discard`. Other
-            keywords go to `fn`; for a keyword of `fn` that is also an option here, use `functools.partial`.
+            `roofs`, `dtype`, `l2`, `graph`, `max_seconds`, `calls_per_sample`, `queue_ahead`. Other keywords go to `fn`;
+            for a keyword of `fn` that is also an option here, use `functools.partial`.
     """
     check_callable("measure", fn)
     timing, kwargs = _timing(options, args, fn)

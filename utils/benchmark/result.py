@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from utils.benchmark import intervals as stats
-from utils.machine.environment import HARMLESS_REASONS
+from utils.machine.environment import held_back
 
 STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s")
 
@@ -65,13 +65,8 @@ class Measurement:
     def doubts(self) -> list[str]:
         """Name what makes the measurement doubtful: odd samples, a time beyond roof or floor, held back clocks, notes."""
         method, found = self.method, []
-        for name, words in (
-            ("outliers", "far above the others (outliers)"),
-            ("throttled", "taken while the GPU's clocks were held back"),
-            ("discarded", "left out, with the samples of the same rounds"),
-        ):
-            if count := method.get(name):
-                found.append(f"{count} sample{'s' * (count > 1)} {words}")
+        if count := method.get("outliers"):
+            found.append(f"{count} sample{'s' * (count > 1)} far above the others (outliers)")
         found += method.get("notes", [])
         if self.over_roof:
             found.append(
@@ -82,8 +77,7 @@ class Measurement:
             found.append(
                 f"as short as an empty call, which takes {format_ms(method['floor_ms'])} here: give the function more work"
             )
-        held = set((method.get("gpu_after") or {}).get("throttle_reasons") or ()) - HARMLESS_REASONS
-        if held:
+        if held := held_back(method.get("gpu_after")):
             found.append(f"clocks were held back after the timing: {', '.join(sorted(held))}")
         return found
 

@@ -125,7 +125,7 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     others = psutil.cpu_percent(interval=0.2) / 100  # while this process waits, all of it is other processes'
     # A GPU's first call loads libraries: it does not say how long a launch takes.
     warmup = 3 if target.type == "cuda" else 1
-    options = dict(warmup=warmup, iterations=_ROUNDS, max_seconds=_BUDGET_S, floor=False, device=target)
+    options = dict(warmup=warmup, iterations=_ROUNDS, max_seconds=_BUDGET_S, device=target)
     results = measure_together(list(calls.values()), labels=list(calls), **options)
     best_ms = {result.label: result.min_ms for result in results}
 

@@ -225,3 +225,8 @@ def gpu_state(device: torch.device | str | int | None = None) -> dict:
         "temperature_c": read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
         "throttle_reasons": None if bits is None else [name for bit, name in CLOCK_REASONS.items() if bits & bit],
     }
+
+
+def held_back(state: dict | None) -> set[str]:
+    """Return why a GPU in this state has its clocks held back: power, heat or somebody's setting; empty if they are not."""
+    return set((state or {}).get("throttle_reasons") or ()) - HARMLESS_REASONS
