@@ -7,9 +7,10 @@ import os
 import warnings
 from importlib import import_module
 
-from utils.machine.versions import warn_of_untested_versions
+from utils.machine.versions import untested_versions
 
-warn_of_untested_versions()
+for _sentence in untested_versions():
+    warnings.warn(_sentence, stacklevel=2)
 
 # Silences the lines "USDT: ... profiler_start" of torch's profiler, which reads this when it first starts.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -14,7 +14,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,11 +116,11 @@ def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, dict]:
 
 def _timed(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
     """Time the calls. Nothing beats its roof: if a result does, a measured roof is measured again, and the best counts."""
-    work = _work(timing, calls, timing.roofs)  # before the timing, because it refuses a dtype without a roof
-    results = [work.of(result) for result in time_calls(timing, calls, turns)]
+    work = _work(timing, calls)  # before the timing, because it refuses a dtype without a roof
+    results = [replace(result, **work) for result in time_calls(timing, calls, turns)]
     if any(result.over_roof for result in results):
-        work = _work(timing, calls, timing.roofs.measured_again())
-        results = [work.of(result) for result in results]
+        work["roof"] = timing.roofs.measured_again().record(work["dtype"])
+        results = [replace(result, **work) for result in results]
     return results
 
 
@@ -138,49 +138,25 @@ def _label(fn: Callable, label: str | None) -> str:
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 
-@dataclass(frozen=True)
-class _Work:
-    """FLOPs and bytes of one call, and the time they take at the roof that limits them."""
-
-    flops: float | None
-    bytes: float | None
-    dtype: str | None  # name of the peak
-    roof: dict | None = None  # the roofs that were used
-    roof_ms: float | None = None  # the longer of the times at the compute and at the memory roof
-
-    def of(self, timed: Measurement) -> Measurement:
-        """Return the measurement with this work and its share of the roof."""
-        share = self.roof_ms / timed.median_ms if self.roof_ms is not None and timed.median_ms > 0 else None
-        facts = {name: getattr(self, name) for name in ("flops", "bytes", "dtype", "roof")}
-        return replace(timed, **facts, roof_share=share)
-
-
-def _work(timing: Timing, calls: list[Call], roofs: Any) -> _Work:
-    """Return the work of one call and its time at the roofs, as far as counts and roofs are given."""
-    flops, bytes, dtype, device = timing.flops, timing.bytes, timing.dtype, timing.device
+def _work(timing: Timing, calls: list[Call]) -> dict[str, Any]:
+    """Return a measurement's fields of its work: FLOPs and bytes of one call, the name of the peak, and the roofs, if given."""
+    dtype = timing.dtype
     if dtype is None:
         tensors = (tensor for call in calls for tensor in tensors_of([call.args, call.kwargs, call.fn]))
         dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
-        if dtype == torch.float32 and device.type == "cuda" and float32_matmul_precision() != "highest":
+        if dtype == torch.float32 and timing.on_gpu and float32_matmul_precision() != "highest":
             dtype = "tf32"  # the format in which fp32 matrix products then run
     if dtype is not None:
         try:
             dtype = dtype_name(dtype)
         except ValueError:  # no roof has a peak for this dtype, such as float64
             dtype = str(dtype).removeprefix("torch.")
-    if roofs is None or (flops is None and bytes is None):
-        return _Work(flops, bytes, dtype)
-    roof_ms = 0.0 if flops is None else flops / (roofs.peak_tflops(dtype) * 1e9)
-    if bytes is not None:
-        roof_ms = max(roof_ms, bytes / (roofs.memory_bandwidth_tb_s * 1e9))
-    roof = {
-        "name": roofs.name,
-        "origin": roofs.origin,
-        "dtype": dtype,
-        "tflops": roofs.tflops.get(dtype),
-        "memory_bandwidth_tb_s": roofs.memory_bandwidth_tb_s,
-    }
-    return _Work(flops, bytes, dtype, roof, roof_ms)
+    roof = None
+    if timing.roofs is not None and (timing.flops or timing.bytes):
+        if timing.flops:
+            timing.roofs.peak_tflops(dtype)  # raises without a peak
+        roof = timing.roofs.record(dtype)
+    return {"flops": timing.flops, "bytes": timing.bytes, "dtype": dtype, "roof": roof}
 
 
 def tensors_of(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

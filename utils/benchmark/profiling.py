@@ -16,7 +16,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,16 +102,9 @@ def profile(
 @contextmanager
 def nvtx_range(name: str) -> Iterator[None]:
     """Name a block of code in every profile: in torch's traces, and with a GPU as an NVTX range for Nsight."""
-    name = str(name)
-    on_gpu = torch.cuda.is_available()
-    with torch.profiler.record_function(name):
-        if on_gpu:
-            torch.cuda.nvtx.range_push(name)
-        try:
-            yield
-        finally:
-            if on_gpu:
-                torch.cuda.nvtx.range_pop()
+    nvtx = torch.cuda.nvtx.range("{}", name) if torch.cuda.is_available() else nullcontext()
+    with torch.profiler.record_function(str(name)), nvtx:
+        yield
 
 
 def export_chrome_trace(prof: torch.profiler.profile, path: str | os.PathLike) -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 from utils.benchmark import intervals as stats
 from utils.machine.environment import held_back
 
-STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s")
+STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s", "roof_share")
 
 
 def _statistic(of: Callable[[Any], Any], meaning: str) -> property:
@@ -29,8 +29,7 @@ class Measurement:
     flops: float | None = None  # FLOPs of one call
     bytes: float | None = None  # bytes one call reads and writes
     dtype: str | None = None
-    roof_share: float | None = None  # time at the roof / median time; above 1 the counts are probably wrong
-    roof: dict | None = None  # the roofs behind roof_share
+    roof: dict | None = None  # the peaks behind roof_share
     method: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
 
@@ -51,6 +50,15 @@ class Measurement:
     def gb_s(self) -> float | None:
         """GB/s (1e9 bytes) at the median time; None without a byte count."""
         return None if self.bytes is None else self.bytes / (self.median_ms * 1e6)
+
+    @property
+    def roof_share(self) -> float | None:
+        """Time at the nearer roof / median time; above 1 the counts are probably wrong. None without roofs."""
+        if self.roof is None or not self.median_ms:
+            return None
+        compute_ms = self.flops / (self.roof["tflops"] * 1e9) if self.flops else 0.0
+        memory_ms = self.bytes / (self.roof["memory_bandwidth_tb_s"] * 1e9) if self.bytes else 0.0
+        return max(compute_ms, memory_ms) / self.median_ms
 
     @property
     def over_roof(self) -> bool:

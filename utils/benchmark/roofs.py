@@ -66,6 +66,11 @@ class Roofs:
             return machine_roofs(refresh=True)
         return self
 
+    def record(self, dtype: str | None) -> dict:
+        """Return what a measurement keeps of its roofs: their name, their origin and both peaks for this dtype."""
+        facts = {"name": self.name, "origin": self.origin, "dtype": dtype, "tflops": self.tflops.get(dtype or "")}
+        return facts | {"memory_bandwidth_tb_s": self.memory_bandwidth_tb_s}
+
     def ridge_point(self, dtype) -> float:
         """Return the arithmetic intensity in FLOPs/Byte at which the compute roof meets the memory roof."""
         return self.peak_tflops(dtype) / self.memory_bandwidth_tb_s

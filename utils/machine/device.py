@@ -146,52 +146,36 @@ def cuda_support() -> Support:
 
 def triton_mode() -> str | None:
     """Return how Triton kernels run in this process: "compiled", "interpreter", or None if they cannot."""
-    return _triton()[0]
+    interpreted = interpreter_requested() or not cuda_support()
+    return ("interpreter" if interpreted else "compiled") if triton_support() else None
 
 
 def triton_support() -> Support:
     """Whether Triton kernels run here, and whether compiled for the GPU or only through the interpreter."""
-    return _triton()[1]
-
-
-def _triton() -> tuple[str | None, Support]:
     version = package_version("triton")
     if version is None:
-        return None, unsupported(
-            "Triton is not installed.", "Install the package triton; it has wheels for Linux only."
-        )
+        return unsupported("Triton is not installed.", "Install the package triton; it has wheels for Linux only.")
     requested = "interpreter" if interpreter_requested() else "compiled"
-    imported = _triton_imported_as()
-    if imported not in (None, requested):
+    imported, cuda = _triton_imported_as(), cuda_support()
+    if imported not in (None, requested) or (imported == "compiled" and not cuda):
         how = {"interpreter": "with TRITON_INTERPRET=1", "compiled": "without TRITON_INTERPRET=1"}
-        mode = requested if cuda_support() else "interpreter"
-        return None, unsupported(
+        return unsupported(
             f"Triton {version} was imported {how[imported]} and has one mode for the whole process.",
-            f"Restart Python {how[mode]} from the first import of triton on.",
+            f"Restart Python {how[requested if cuda else 'interpreter']} from the first import of triton on.",
         )
-    if requested == "interpreter":
-        why = "because TRITON_INTERPRET is set" if cuda_support() else "there is no NVIDIA GPU"
-        return "interpreter", Support(True, f"Triton {version} runs kernels through its interpreter: {why}.")
-    if not cuda_support():
-        if imported == "compiled":
-            return None, unsupported(
-                f"Triton {version} was imported to compile, and there is no NVIDIA GPU to compile for.",
-                "Restart Python and set TRITON_INTERPRET=1 before the first import of triton.",
-            )
-        return "interpreter", Support(
-            True,
-            f"Triton {version} runs kernels only through its interpreter: there is no NVIDIA GPU.",
-            "Set TRITON_INTERPRET=1 before the first import of triton.",
-        )
+    if requested == "interpreter" or not cuda:
+        why = "TRITON_INTERPRET is set" if cuda else "there is no NVIDIA GPU"
+        remedy = "" if requested == "interpreter" else "Set TRITON_INTERPRET=1 before the first import of triton."
+        return Support(True, f"Triton {version} runs kernels only through its interpreter: {why}.", remedy)
     major, minor = compute_capability() or (0, 0)
     if major < 8:
-        return None, unsupported(
+        return unsupported(
             f"Triton {version} compiles for compute capability 8.0 and newer; this GPU has {major}.{minor}.",
             "Use a GPU of the Ampere generation or newer.",
         )
     if not (compiler := _c_compiler()):
-        return None, compiler
-    return "compiled", Support(True, f"Triton {version} compiles kernels for compute capability {major}.{minor}.")
+        return compiler
+    return Support(True, f"Triton {version} compiles kernels for compute capability {major}.{minor}.")
 
 
 def interpreter_requested() -> bool:
@@ -251,17 +235,14 @@ def offline_compile_support() -> Support:
 
 def compile_support() -> Support:
     """Whether torch.compile works here: a CPU needs a C++ compiler and AVX2, a GPU needs Triton."""
-    return _compile_on_cpu() if default_device().type == "cpu" else _compile_on_gpu()
-
-
-def _compile_on_gpu() -> Support:
-    mode, triton = _triton()
-    if mode == "interpreter":
+    if default_device().type == "cpu":
+        return _compile_on_cpu()
+    if triton_mode() == "interpreter":
         return unsupported(
             "torch.compile needs Triton's compiler, and TRITON_INTERPRET is set.",
             "Restart Python without TRITON_INTERPRET.",
         )
-    return triton
+    return triton_support()
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import torch
 from utils.files import ROOT
 from utils.machine import device
 from utils.machine.environment import cpu_model, package_version
-from utils.machine.versions import untested_versions
 
 DISTRIBUTION = "gpu-efficiency-labs"
 YES, NO = "[green]yes[/]", "[red]no[/]"
@@ -72,7 +71,7 @@ def installation_faults() -> list[str]:
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             faults.append(f"{requirement.name} {version} is installed and {requirement} is needed: run `make env`.")
-    return [*faults, *untested_versions()]
+    return faults
 
 
 def examine_machine(providers: list[dict]) -> dict:

@@ -82,38 +82,22 @@ def available_memory_bytes() -> int:
     return psutil.virtual_memory().available
 
 
-def _git(*arguments: str, root: Path) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def git_state(root: Path | None = None) -> dict:
+@functools.cache
+def git_state(root: Path = ROOT) -> dict:
     """Return {"commit": hash or None, "dirty": bool or None} of the project; both None outside a checkout of it.
 
     For a copy of the tree without its history, the environment variable LABS_COMMIT names the commit, followed by
-    "-dirty" if files differ from it.
+    "-dirty" if files differ from it. A copy of the course inside another repository does not report that one's commit.
     """
-    root = Path(root or ROOT)
-    commit = os.environ.get("LABS_COMMIT")
-    if commit:
+    if commit := os.environ.get("LABS_COMMIT"):
         return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
-    checkout = _git("rev-parse", "--show-toplevel", root=root)
-    # A copy of the course inside another repository must not report that repository's commit.
-    if checkout is None or os.path.realpath(checkout) != os.path.realpath(root):
+    command = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}", "status", "--porcelain=v2", "--branch"]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
-    status = _git("status", "--porcelain", root=root)
-    return {
-        "commit": _git("rev-parse", "--verify", "HEAD", root=root),
-        "dirty": None if status is None else bool(status),
-    }
-
-
-@functools.cache
-def _git_state_once() -> tuple:
-    return tuple(git_state().items())
+    (_, _, commit), *changes = (line.split(" ", 2) for line in done.stdout.splitlines())
+    return {"commit": None if commit == "(initial)" else commit, "dirty": any(mark != "#" for mark, *_ in changes)}
 
 
 def float32_matmul_precision() -> str:
@@ -145,7 +129,7 @@ def environment(device: torch.device | str | None = None) -> dict:
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "float32_matmul_precision": float32_matmul_precision(),
-        **dict(_git_state_once()),
+        **git_state(),
     }
     if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
         properties = torch.cuda.get_device_properties(device or torch.cuda.current_device())
@@ -153,7 +137,7 @@ def environment(device: torch.device | str | None = None) -> dict:
         record["gpu_sm_count"] = properties.multi_processor_count
         record["compute_capability"] = f"{properties.major}.{properties.minor}"
         record["cudnn"] = torch.backends.cudnn.version()
-        record["driver"] = _driver_version()
+        record["driver"] = _read_nvml("nvmlSystemGetDriverVersion")
     return record
 
 
@@ -171,15 +155,14 @@ def _nvml():
     return pynvml, ""
 
 
-@functools.cache
-def _driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, or None."""
+def _read_nvml(function: str, *arguments):
+    """Return what a function of NVML says, None if this card or driver does not offer the reading."""
     nvml, _ = _nvml()
     if nvml is None:
         return None
     try:
-        return str(nvml.nvmlSystemGetDriverVersion())
-    except nvml.NVMLError:
+        return getattr(nvml, function)(*arguments)
+    except (nvml.NVMLError, AttributeError):
         return None
 
 
@@ -207,10 +190,7 @@ def gpu_state(device: torch.device | str | int | None = None) -> dict:
         return {"unavailable": f"NVML does not know this GPU: {error}."}
 
     def read(function, *arguments):
-        try:
-            return getattr(nvml, function)(handle, *arguments)
-        except (nvml.NVMLError, AttributeError):
-            return None  # this card or driver does not offer the reading
+        return _read_nvml(function, handle, *arguments)
 
     milliwatts, limit = read("nvmlDeviceGetPowerUsage"), read("nvmlDeviceGetEnforcedPowerLimit")
     bits = read("nvmlDeviceGetCurrentClocksEventReasons")

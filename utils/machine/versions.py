@@ -8,7 +8,6 @@ This is the one place that knows. Kernels, simulator and labs use Gluon's newest
 import functools
 import os
 import re
-import warnings
 from collections.abc import Callable
 from importlib import metadata
 
@@ -42,12 +41,6 @@ def untested_versions() -> list[str]:
             "`make env` installs versions that fit."
         )
     return sentences
-
-
-def warn_of_untested_versions() -> None:
-    """Warn of each installed package whose version the course was not tested with."""
-    for sentence in untested_versions():
-        warnings.warn(sentence, stacklevel=3)
 
 
 @functools.cache

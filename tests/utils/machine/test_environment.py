@@ -39,21 +39,26 @@ def _git(folder, *arguments):
     )
 
 
+def git_state(folder):
+    env.git_state.cache_clear()  # a process asks once
+    return env.git_state(folder)
+
+
 def test_git_state_of_a_clean_a_dirty_and_a_foreign_checkout(tmp_path):
-    assert env.git_state(tmp_path) == {"commit": None, "dirty": None}
+    assert git_state(tmp_path) == {"commit": None, "dirty": None}
     _git(tmp_path, "init", "-q")
     (tmp_path / "a.txt").write_text("a")
-    assert env.git_state(tmp_path) == {"commit": None, "dirty": True}
+    assert git_state(tmp_path) == {"commit": None, "dirty": True}
     _git(tmp_path, "add", ".")
     _git(tmp_path, "commit", "-q", "-m", "first")
-    clean = env.git_state(tmp_path)
+    clean = git_state(tmp_path)
     assert len(clean["commit"]) == 40 and clean["dirty"] is False
     (tmp_path / "a.txt").write_text("b")
-    assert env.git_state(tmp_path) == {"commit": clean["commit"], "dirty": True}
+    assert git_state(tmp_path) == {"commit": clean["commit"], "dirty": True}
     # A copy of the course inside another repository has no commit of its own.
     inner = tmp_path / "course"
     inner.mkdir()
-    assert env.git_state(inner) == {"commit": None, "dirty": None}
+    assert git_state(inner) == {"commit": None, "dirty": None}
 
 
 def test_cache_sizes_are_read_in_their_units():
@@ -113,4 +118,4 @@ def test_gpu_state_reads_plausible_values():
 @pytest.mark.parametrize(("named", "dirty"), [("abc123", False), ("abc123-dirty", True)])
 def test_a_copy_without_history_names_its_commit(monkeypatch, tmp_path, named, dirty):
     monkeypatch.setenv("LABS_COMMIT", named)
-    assert env.git_state(tmp_path) == {"commit": "abc123", "dirty": dirty}
+    assert git_state(tmp_path) == {"commit": "abc123", "dirty": dirty}
