@@ -129,15 +129,15 @@ class CpuTimer:
 
     def calibrate(self, call: Call, deadline: float = math.inf) -> None:
         """Set `runs_per_sample` so that a sample is long enough for this clock."""
-        runs, limit = 1, self.max_runs(call)
+        limit = self.max_runs(call)
         while True:
-            sample_ms = min(self.sample([call] * 2, runs=runs, phase="calibration")) * runs
-            call.runs_per_sample = runs
+            runs = call.runs_per_sample
+            sample_ms = min(self.sample([call] * 2, phase="calibration")) * runs
             enough = self.shortest_call_ms if runs == 1 else self.shortest_sample_ms
             if sample_ms >= enough or runs >= limit or time.perf_counter() > deadline:
                 return
             needed = 1.1 * self.shortest_sample_ms / max(sample_ms / runs, 1e-6)
-            runs = min(limit, max(runs + 1, min(runs * 10, int(needed) + 1)))
+            call.runs_per_sample = min(limit, max(runs + 1, min(runs * 10, int(needed) + 1)))
 
     def synchronize(self) -> None:
         """Wait for queued work; on a CPU there is none."""
@@ -146,7 +146,7 @@ class CpuTimer:
         """Return the most runs that one sample may hold."""
         return MAX_CPU_CALLS
 
-    def sample(self, sequence: Sequence[Call], runs: int | None = None, phase: str = "timed") -> list[float]:
+    def sample(self, sequence: Sequence[Call], phase: str = "timed") -> list[float]:
         """Take one sample of each call in the sequence; return the ms of one call of the user's function."""
         times_ms = []
         with collector_paused():
@@ -156,14 +156,14 @@ class CpuTimer:
                 else:
                     call.prime(self.previous)
                 self.previous = call
-                count = runs or call.runs_per_sample
-                times_ms.append(call.play(count, phase) / 1e6 / (count * call.calls_per_run))
+                times_ms.append(call.play(call.runs_per_sample, phase) / 1e6 / call.runs_per_sample)
         return times_ms
 
     def floor_ms(self, like: Call) -> float:
         """Return the median time of an empty Python call, sampled in the same way as `like`."""
         empty = Call(lambda: None, (), {}, "empty call")
-        return statistics.median(CpuTimer(False).sample([empty] * 21, runs=like.runs_per_sample, phase="floor"))
+        empty.runs_per_sample = like.runs_per_sample
+        return statistics.median(CpuTimer(False).sample([empty] * 21, phase="floor"))
 
     def describe(self, call: Call) -> dict:
         """Describe the clock and the flush."""

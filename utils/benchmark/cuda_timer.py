@@ -23,8 +23,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -63,17 +62,6 @@ def _spin_cycles_per_ms(index: int) -> float:
 def gpu_flush_bytes(device: torch.device) -> int:
     """Return the bytes to write so that the L2 holds nothing else: twice its size, at least `MIN_FLUSH_BYTES`."""
     return max(2 * torch.cuda.get_device_properties(device).L2_cache_size, MIN_FLUSH_BYTES)
-
-
-@contextmanager
-def _naming_the_calls(burst: Sequence[Call], phase: str) -> Iterator[None]:
-    """Add to an error of the GPU which calls were running: CUDA reports an error at some later call."""
-    try:
-        yield
-    except Exception as error:
-        labels = " and ".join(sorted({call.label for call in burst}))
-        error.add_note(f"raised by the GPU while {len(burst)} {phase} samples of {labels} were running")
-        raise
 
 
 class CudaTimer(CpuTimer):
@@ -130,77 +118,78 @@ class CudaTimer(CpuTimer):
         captured.warmed_up = call.warmed_up
         return captured
 
-    def _issue_ms(self, call: Call, runs: int | None) -> float:
+    def _issue_ms(self, call: Call) -> float:
         """Estimate the CPU time to queue one sample: its launches, two events, and the flush or an untimed call."""
         issue = call.issue_ms or 0.05
-        return issue * (runs or call.runs_per_sample) + 0.03 + (0.0 if self.flush_bytes else issue)
+        return issue * call.runs_per_sample + 0.03 + (0.0 if self.flush_bytes else issue)
 
-    def _burst_length(self, sequence: Sequence[Call], runs: int | None) -> int:
+    def _burst_length(self, sequence: Sequence[Call]) -> int:
         """Number of samples to queue as one burst: as many as fit in BURST_ISSUE_MS, at least one.
 
         Calls that wait for the GPU and calls that do not are never in the same burst.
         """
         total = 0.0
         for length, call in enumerate(sequence):
-            total += self._issue_ms(call, runs)
+            total += self._issue_ms(call)
             mixed = call is not sequence[0] and (self.separate or call.queueable != sequence[0].queueable)
             if length and (total > BURST_ISSUE_MS or mixed):
                 return length
         return len(sequence)
 
-    def _spin_ms(self, burst: Sequence[Call], runs: int | None) -> float:
+    def _spin_ms(self, burst: Sequence[Call]) -> float:
         """Return how long the GPU must spin so that every sample of the burst is queued before the GPU reaches it."""
         issued = busy = spin = 0.0
         for call in burst:
-            issued += self._issue_ms(call, runs)
+            issued += self._issue_ms(call)
             spin = max(spin, self.margin * issued - busy)
-            busy += SURE_OF_GPU * (call.gpu_ms or 0.0) * (runs or call.runs_per_sample)
+            busy += SURE_OF_GPU * (call.gpu_ms or 0.0) * call.runs_per_sample
         return min(MAX_SPIN_MS, spin + 0.2)
 
-    def _burst(self, burst: Sequence[Call], runs: int | None, phase: str) -> tuple[list[float], bool]:
+    def _burst(self, burst: Sequence[Call], phase: str) -> tuple[list[float], bool]:
         """Queue one burst; return the ms of its samples, and whether every sample was queued before it began."""
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in burst]
         ahead = self.queue_ahead and burst[0].queueable
         if ahead:
-            torch.cuda._sleep(int(self._spin_ms(burst, runs) * self.cycles_per_ms))
-        for call, (begin, end) in zip(burst, events, strict=True):
-            if self.flush_bytes:
-                self._buffer.zero_()
-            else:
-                call.prime(self.previous)
-            self.previous = call
-            begin.record()
-            call.play(runs or call.runs_per_sample, phase)
-            end.record()
-            with _naming_the_calls(burst, phase):
+            torch.cuda._sleep(int(self._spin_ms(burst) * self.cycles_per_ms))
+        try:
+            for call, (begin, end) in zip(burst, events, strict=True):
+                if self.flush_bytes:
+                    self._buffer.zero_()
+                else:
+                    call.prime(self.previous)
+                self.previous = call
+                begin.record()
+                call.play(call.runs_per_sample, phase)
+                end.record()
                 ahead = ahead and not begin.query()
-        with _naming_the_calls(burst, phase):
             self.synchronize()
+        except Exception as error:  # CUDA reports an error of the GPU at some later call
+            labels = " and ".join(sorted({call.label for call in burst}))
+            error.add_note(f"raised while {len(burst)} {phase} samples of {labels} were on the GPU")
+            raise
         return [begin.elapsed_time(end) for begin, end in events], ahead
 
-    def sample(self, sequence: Sequence[Call], runs: int | None = None, phase: str = "timed") -> list[float]:
+    def sample(self, sequence: Sequence[Call], phase: str = "timed") -> list[float]:
         """Take one sample of each call in the sequence; return the ms of one call of the user's function."""
         times_ms: list[float] = []
         with torch.cuda.device(self.device), collector_paused():
             while len(times_ms) < len(sequence):
                 rest = sequence[len(times_ms) : len(times_ms) + LONGEST_BURST]
-                burst = rest[: self._burst_length(rest, runs)]
-                burst_ms, ahead = self._burst(burst, runs, phase)
-                tries = 1
-                while not ahead and self.queue_ahead and burst[0].queueable:
-                    if tries == BURST_TRIES or self.margin >= MAX_MARGIN:
-                        self._give_up(burst)
-                        burst = []  # its samples are taken again, in another way
+                burst = rest[: self._burst_length(rest)]
+                for _ in range(BURST_TRIES):
+                    burst_ms, ahead = self._burst(burst, phase)
+                    if ahead or not (self.queue_ahead and burst[0].queueable):
                         break
-                    self.margin *= 2.0
-                    burst_ms, ahead = self._burst(burst, runs, phase)
-                    tries += 1
+                    self.margin = min(2.0 * self.margin, MAX_MARGIN)
+                else:
+                    self._give_up(burst)
+                    continue  # its samples are taken again, in another way
                 self.margin = max(MIN_MARGIN, 0.8 * self.margin)
-                for call, ms in zip(burst, burst_ms[: len(burst)], strict=True):
-                    count = runs or call.runs_per_sample
+                for call, ms in zip(burst, burst_ms, strict=True):
+                    run_ms = ms / call.runs_per_sample
                     if ahead:
-                        call.gpu_ms = min(call.gpu_ms or ms / count, ms / count)
-                    times_ms.append(ms / (count * call.calls_per_run))
+                        call.gpu_ms = min(call.gpu_ms or run_ms, run_ms)
+                    times_ms.append(run_ms / call.calls_per_run)
         return times_ms
 
     def work(self, call: Call, seconds: float) -> None:

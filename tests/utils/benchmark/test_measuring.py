@@ -312,7 +312,7 @@ def test_a_measurement_is_spread_over_time_with_the_gpu_at_work(monkeypatch, sta
 def test_a_far_sample_is_named(monkeypatch):
     turns = itertools.count()
 
-    def sample(self, sequence, runs=None, phase="timed"):
+    def sample(self, sequence, phase="timed"):
         return [30.0 if next(turns) % 13 == 7 else 1.0 for _ in sequence]
 
     monkeypatch.setattr(sampling.CpuTimer, "sample", sample)

@@ -127,7 +127,7 @@ def test_an_error_of_the_gpu_names_what_was_running(stream, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
     with pytest.raises(RuntimeError, match="illegal memory access") as caught:
         timer.sample([call] * 3)
-    assert caught.value.__notes__ == ["raised by the GPU while 3 timed samples of kernel were running"]
+    assert caught.value.__notes__ == ["raised while 3 timed samples of kernel were on the GPU"]
 
 
 def test_the_gpu_hardly_rests_between_bursts_of_long_kernels(stream):
