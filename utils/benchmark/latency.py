@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -23,12 +24,11 @@ from utils.benchmark.kernel_names import (
     classify,
 )
 from utils.benchmark.measuring import measure, pick_device
-from utils.benchmark.profiling import GPU_WORK
+from utils.benchmark.profiling import GPU_WORK, check_no_profiler
 from utils.validation import check_callable, whole_number
 
 KERNEL_KEYS = ("gemm", "elementwise", "softmax", "layernorm", "memory", "other")
 COMPILED_CPU_KERNEL = re.compile(r"(graph_\d+_)?(kernel_)?cpp_fused_")
-EVENTS_PER_RECORDING = 300_000  # bounds the memory of one profiler recording
 
 # For torch.profiler.profile(schedule=...).
 default_schedule = torch.profiler.schedule(wait=1, warmup=3, active=6)
@@ -116,8 +116,9 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device)
         return MemoryUse(peak / 1e9, (peak - before) / 1e9)
+    check_no_profiler()  # allocations are followed with it
     before = live_cpu_tensor_bytes()
-    added = _cpu_peak_above_start(call, n_repeat)
+    added = max(_cpu_peak_of(call) for _ in range(n_repeat))
     return MemoryUse((before + added) / 1e9, added / 1e9)
 
 
@@ -139,28 +140,13 @@ def live_cpu_tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def _cpu_peak_above_start(call: Callable[[], None], repeats: int) -> int:
-    """Return the largest number of bytes that torch's CPU allocator holds during the calls, less those before them."""
-    if torch._C._autograd._profiler_enabled():
-        raise RuntimeError(
-            "benchmark_memory() follows allocations with torch's profiler, and a profiler is already "
-            "running; call it outside of the profile block."
-        )
-    peak, done, chunk = 0, 0, 1
-    while done < repeats:
-        chunk = min(chunk, repeats - done)
-        with torch.autograd.profiler.profile(profile_memory=True) as recorded:
-            for _ in range(chunk):
-                call()
-        done += chunk
-        level = 0
-        events = recorded.kineto_results.events()
-        for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda e: e.start_ns()):
-            if event.device_type() == DeviceType.CPU:
-                level += event.nbytes()
-                peak = max(peak, level)
-        chunk = max(1, min(repeats, EVENTS_PER_RECORDING * chunk // max(len(events), 1)))
-    return peak
+def _cpu_peak_of(call: Callable[[], None]) -> int:
+    """Return the largest number of bytes that torch's CPU allocator holds during a call, less those before it."""
+    with torch.autograd.profiler.profile(profile_memory=True) as recorded:
+        call()
+    events = (event for event in recorded.kineto_results.events() if event.name() == "[memory]")
+    on_cpu = sorted((e for e in events if e.device_type() == DeviceType.CPU), key=lambda e: e.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in on_cpu), initial=0))
 
 
 def count_cuda_kernels(prof) -> dict[str, int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -161,21 +161,21 @@ def _work(timing: Timing, calls: list[Call]) -> dict[str, Any]:
 
 def tensors_of(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors of a call: in arguments, containers and modules, in a function's closure and its globals."""
+    inner: Iterable = ()
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, torch.nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
-    elif depth < 4:
-        if isinstance(value, functools.partial):
-            value = [value.func, value.args, value.keywords]
-        elif callable(value) and not isinstance(value, type):
-            value = _captured_values(value)
-        if isinstance(value, dict):
-            value = list(value.values())
-        if isinstance(value, (list, tuple)):
-            for item in value[:256]:
-                yield from tensors_of(item, depth + 1)
+        yield from itertools.chain(value.parameters(), value.buffers())
+    elif isinstance(value, functools.partial):
+        inner = (value.func, value.args, value.keywords)
+    elif isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, (list, tuple)):
+        inner = value[:256]
+    elif callable(value) and not isinstance(value, type):
+        inner = _captured_values(value)
+    for item in inner if depth < 4 else ():
+        yield from tensors_of(item, depth + 1)
 
 
 def _captured_values(fn: Callable) -> list:

@@ -60,6 +60,12 @@ class TraceEvent:
         return classify(self.name)
 
 
+def check_no_profiler() -> None:
+    """Raise RuntimeError inside the block of a profiler: a second one would ruin what the first records."""
+    if torch._C._autograd._profiler_enabled():
+        raise RuntimeError("a profiler is already running, and torch runs only one at a time; end it first.")
+
+
 def profile(
     fn: Callable, *args, steps: int = 6, warmup: int = 3, trace_path: str | os.PathLike | None = None, **kwargs
 ) -> torch.profiler.profile:
@@ -78,8 +84,7 @@ def profile(
     check_callable("profile", fn)
     whole_number("steps", steps)
     whole_number("warmup", warmup, 0)
-    if torch._C._autograd._profiler_enabled():
-        raise RuntimeError("a profiler is already running, and torch runs only one at a time; end it first.")
+    check_no_profiler()
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:

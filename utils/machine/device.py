@@ -75,15 +75,11 @@ def usable_device(device: torch.device | str | int | None) -> torch.device:
     """
     if device is None:
         return default_device()
-    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
-        raise ValueError(f'device is {device!r}; pass "cpu", "cuda", "cuda:1" or a torch.device.')
-    count = torch.cuda.device_count()
-    if isinstance(device, int):
-        device = f"cuda:{device}"
     try:
-        chosen = torch.device(device)
-    except RuntimeError:
+        chosen = torch.device(f"cuda:{device}" if type(device) is int else device)
+    except (RuntimeError, TypeError):
         raise ValueError(f'device is {device!r}, which torch does not know; pass "cpu", "cuda" or "cuda:1".') from None
+    count = torch.cuda.device_count()
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
         have = "there is no CUDA GPU here" if count == 0 else f"this machine has {count} CUDA GPUs, counted from 0"
         raise ValueError(f'device is {str(device)!r}, and {have}; leave device out or pass device="cpu".')
