@@ -125,7 +125,8 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     copy_bytes = _copy_bytes(target)
     timed = _timed_dtypes(target, names)
     calls = {name: _product(target, name, side) for name in timed}
-    calls["copy"] = _copy(target, copy_bytes)
+    source = torch.ones(copy_bytes // 4, device=target)
+    calls["copy"] = functools.partial(torch.empty_like(source).copy_, source)  # reads so many bytes and writes as many
 
     others = psutil.cpu_percent(interval=0.2) / 100  # while this process waits, all of it is other processes'
     # A GPU's first call loads libraries: it does not say how long a launch takes.
@@ -234,12 +235,6 @@ def _product(device: torch.device, name: str, side: int) -> Callable[[], torch.T
             return torch.mm(a, b, out=out)
 
     return product
-
-
-def _copy(device: torch.device, copy_bytes: int) -> Callable[[], torch.Tensor]:
-    """Return a call that copies `copy_bytes`: it reads that many bytes and writes as many."""
-    source = torch.ones(copy_bytes // 4, dtype=torch.float32, device=device)
-    return functools.partial(torch.empty_like(source).copy_, source)
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def examine_machine(providers: list[dict]) -> dict:
 
 
 def print_report(report: dict) -> None:
-    """Print the report as tables, with the reason and the remedy for each part that does not run."""
+    """Print the report as a table, with the reason and the remedy for each part and backend that does not run."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Column, Table
@@ -109,35 +109,33 @@ def print_report(report: dict) -> None:
     said = machine["no_gpu"]  # once, and not again in each row
     if said:
         console.print(escape(f"No GPU can be used here: {' '.join(said)}\n"))
-    first_of: dict[str, str] = {}  # a reason, and the row that gave it first
-
-    def why_not(entry: dict, row: str) -> str:
-        text = f"{entry['reason']} {entry['remedy']}"
-        for sentence in (*said, "there is no NVIDIA GPU. Use a machine with an NVIDIA GPU."):
-            text = text.replace(sentence, "")
-        text = text.strip().rstrip(":") or "It needs a GPU."
-        first = first_of.setdefault(text, row)
-        return escape(text if first == row else f"As for {first!r} above.")
-
-    wide = Column("Why, and what to do", ratio=1)
+    wide = Column("What it is; why not, and what to do", ratio=1)
     table = Table(Column("Lab", no_wrap=True), Column("Part", max_width=24), "Here", wide, pad_edge=False)
+    first_of: dict[str, str] = {}  # a reason, and the part that gave it first
+
+    def add_part(name: str, runs: bool, note: str, entry: dict) -> None:
+        if not runs:
+            note = f"{entry['reason']} {entry['remedy']}"
+            for sentence in (*said, "there is no NVIDIA GPU. Use a machine with an NVIDIA GPU."):
+                note = note.replace(sentence, "")
+            note = note.strip().rstrip(":") or "It needs a GPU."
+            first = first_of.setdefault(note, name)
+            note = note if first == name else f"As for {first!r} above."
+        table.add_row("", name, YES if runs else NO, escape(note))
+
     for lab in report["labs"]:
         table.add_section()
         missing = lab["status"] == "no notebook"
         note = f"{lab['lab']}.ipynb is not in this folder." if missing else lab["title"]
         table.add_row(f"[bold]{lab['lab']}[/]", "", NO if missing else YES, note)
         for part in lab["parts"]:
-            note = escape(part["reason"]) if part["runs"] else why_not(part, part["part"])
-            table.add_row("", part["part"], YES if part["runs"] else NO, note)
-    console.print(table)
-
-    wide = Column("What it is; why not, and what to do", ratio=1)
-    table = Table(Column("Attention backend", no_wrap=True), "Here", wide, pad_edge=False)
+            add_part(part["part"], part["runs"], part["reason"], part)
+    table.add_section()
+    table.add_row("[bold]attention[/]", "", YES, "the backends of utils.attention")
     for row in report["attention_providers"]:
         ran = row["implementation"]
         version = f" ({ran})" if ran and torch.__version__ not in ran else ""  # torch's stands above
-        note = escape(row["summary"] + version) if row["ok"] else why_not(row, row["backend"])
-        table.add_row(row["backend"], YES if row["ok"] else NO, note)
+        add_part(row["backend"], row["ok"], row["summary"] + version, row)
     console.print(table)
     for fault in report["faults"]:
         console.print(f"[bold red]Broken installation:[/] {escape(fault)}")
