@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from utils.files import ROOT
+from utils.validation import first_line
 
 # nvml.h, nvmlClocksEventReasons: why the clocks are not higher.
 CLOCK_REASONS = {
@@ -54,27 +55,17 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
-def _cache_bytes(text: str) -> int:
-    """Convert "48K", the way in which Linux writes cache sizes."""
-    units = {"K": 1024, "M": 1024**2, "G": 1024**3}
-    text = text.strip()
-    return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text)
-
-
 @functools.cache
 def last_level_cache_bytes() -> int | None:
     """Return the size in bytes of the last-level cache of core 0, from Linux's sysfs; None if that does not say.
 
     psutil does not know it either, and py-cpuinfo adds up the caches of all cores.
     """
-    sizes = {}
-    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        try:
-            if (index / "type").read_text().strip() != "Instruction":
-                sizes[int((index / "level").read_text())] = _cache_bytes((index / "size").read_text())
-        except (OSError, ValueError):
-            continue
-    return sizes[max(sizes)] if sizes else None
+    caches = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))  # by level; "32768K"
+    try:
+        return 1024 * int(caches[-1].read_text().strip().removesuffix("K"))
+    except (IndexError, OSError, ValueError):
+        return None
 
 
 def available_memory_bytes() -> int:
@@ -143,51 +134,39 @@ def environment(device: torch.device | str | None = None) -> dict:
 
 @functools.cache
 def _nvml():
-    """Return the initialised NVML binding and "", or None and a sentence that says why there is none."""
-    try:
-        import pynvml
-    except ImportError:
-        return None, "NVML is not read: the package nvidia-ml-py is not installed."
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return None, f"NVML is not read: {error}."
-    return pynvml, ""
+    """Return the binding of NVML, initialised; raise its error if there is no driver, or ImportError."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml
 
 
 def _read_nvml(function: str, *arguments):
-    """Return what a function of NVML says, None if this card or driver does not offer the reading."""
-    nvml, _ = _nvml()
-    if nvml is None:
-        return None
+    """Return what a function of NVML says; None without NVML, or if this card or driver does not offer the reading."""
     try:
-        return getattr(nvml, function)(*arguments)
-    except (nvml.NVMLError, AttributeError):
+        return getattr(_nvml(), function)(*arguments)
+    except Exception:
         return None
 
 
 @functools.cache
 def _nvml_handle(index: int):
     """Return NVML's handle of torch's GPU `index`, by UUID: CUDA_VISIBLE_DEVICES renumbers only torch's GPUs."""
-    nvml, _ = _nvml()
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     if not uuid.startswith(("GPU-", "MIG-")):
         uuid = f"GPU-{uuid}"
-    return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    return _nvml().nvmlDeviceGetHandleByUUID(uuid)
 
 
 def gpu_state(device: torch.device | str | int | None = None) -> dict:
     """Read the GPU's clocks (MHz), power (W), temperature (C) and throttle reasons, or {"unavailable": why}."""
     if not torch.cuda.is_available():
         return {"unavailable": "There is no CUDA GPU here."}
-    nvml, why_not = _nvml()
-    if nvml is None:
-        return {"unavailable": why_not}
     index = torch.device("cuda" if device is None else device).index
     try:
-        handle = _nvml_handle(torch.cuda.current_device() if index is None else index)
-    except (nvml.NVMLError, AttributeError) as error:
-        return {"unavailable": f"NVML does not know this GPU: {error}."}
+        nvml, handle = _nvml(), _nvml_handle(torch.cuda.current_device() if index is None else index)
+    except Exception as error:
+        return {"unavailable": f"NVML is not read: {first_line(error)}."}
 
     def read(function, *arguments):
         return _read_nvml(function, handle, *arguments)
