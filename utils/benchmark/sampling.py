@@ -117,11 +117,14 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
         alone = timing.on_gpu and len(calls) == 1
         spread = None
         if alone and isinstance(timer, CudaTimer) and timing.iterations >= stats.BLOCKS:
-            spread = Spread(timer, prepared[0], timing)
-        samples, stopped = _collect(timer, prepared, turns, timing, begin, spread)
+            spread = spread_samples(timer, prepared[0], timing)
+        samples = _collect(timer, prepared, turns, timing, begin, spread)
         gpu_after = gpu_state(timing.device) if timing.on_gpu else None
         floors = [timer.floor_ms(call) for call in prepared]
     seconds = time.perf_counter() - begin
+    stopped = f"all {timing.iterations} iterations done"
+    if cut := len(samples[0]) < timing.iterations:
+        stopped = f"time budget of {timing.max_seconds:g} s used after {len(samples[0])} of {timing.iterations} samples"
     measurements = []
     for call, times, floor_ms in zip(prepared, samples, floors, strict=True):
         notes = list(call.notes)
@@ -131,8 +134,6 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
         low, high = stats.repeat_interval(times)
         if alone:  # samples taken in turns with another function's are compared in pairs, which share the clocks
             low, high = min(low, median_ms * (1 - STEADY_HALF_WIDTH)), max(high, median_ms * (1 + STEADY_HALF_WIDTH))
-        if spread is not None and spread.moving:
-            notes.append("the GPU's clocks moved; `compare` times two functions at the same clocks")
         method = {
             **timer.describe(call),
             "device": str(timing.device),
@@ -142,7 +143,7 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
             "l2": timing.l2,
             "graph": timing.graph,
             "stopped": stopped,
-            "cut_by_time_budget": stopped.startswith("time budget"),
+            "cut_by_time_budget": cut,
             "floor_ms": floor_ms,
             "below_floor": median_ms <= FLOOR_MARGIN * floor_ms,
             "seconds": seconds,
@@ -167,51 +168,22 @@ def clocks_move(state: dict) -> bool:
     return bool(power and limit and power >= MOVING_POWER * limit)
 
 
-class Spread:
-    """Spreads the samples of a function that is timed alone over time, with the GPU at the same work in between."""
-
-    def __init__(self, timer: CudaTimer, call: Call, timing: Timing):
-        self.timer, self.call, self.timing = timer, call, timing
-        self.moving = False  # whether the clocks moved at any time
-        self.taken = 0
-        self.last = time.perf_counter()
-
-    def sample(self) -> float:
-        """Keep the GPU at work until the next sample is due, and take it; after `iterations` samples it is due at once."""
-        timing, call = self.timing, self.call
-        if self.taken % max(1, timing.iterations // stats.BLOCKS) == 0:
-            self.moving = self.moving or clocks_move(gpu_state(timing.device))
-        step_s = 0.0
-        if self.taken < timing.iterations:
-            seconds = MOVING_S if self.moving else STEADY_S
-            if timing.max_seconds is not None:
-                seconds = min(seconds, 0.25 * timing.max_seconds)
-            step_s = seconds / timing.iterations
+def spread_samples(timer: CudaTimer, call: Call, timing: Timing) -> Iterator[float]:
+    """Yield samples of a function that is timed alone, spread over time, with the GPU at the same work in between."""
+    moving, last = False, time.perf_counter()
+    for taken in itertools.count():
+        looks = not moving and taken % max(1, timing.iterations // stats.BLOCKS) == 0
+        if looks and (moving := clocks_move(gpu_state(timing.device))):
+            call.notes.append("the GPU's clocks moved; `compare` times two functions at the same clocks")
+        seconds = min(MOVING_S if moving else STEADY_S, 0.25 * (timing.max_seconds or math.inf))
         # The spin before a burst lets the GPU rest, longer on a slow host, and at its power limit it is faster afterwards:
         # by up to 10%. So the work in between has none, and of a short burst the last sample counts.
         sample_s = (call.run_ms or 0.0) * call.runs_per_sample / 1e3
-        if (rest := self.last + step_s - BURST * sample_s - time.perf_counter()) > 0:
-            self.timer.work(call, rest)
-        sample_ms = self.timer.sample([call] * BURST)[-1]
-        self.last = time.perf_counter()
-        self.taken += 1
-        return sample_ms
-
-
-def _rounds_now(timing: Timing, begin: float, taken: int, round_s: float) -> int:
-    """Return how many more rounds, one sample of each function, to take now; 0 when the time budget is used up.
-
-    A round takes `round_s` of wall time, flush and synchronization included.
-    """
-    wanted = timing.iterations - taken
-    if timing.max_seconds is None:
-        return wanted
-    if not taken:
-        return 1
-    fitting = int((timing.max_seconds - (time.perf_counter() - begin)) / round_s)
-    fitting = max(min(fitting, 1), fitting // 2)  # half at a time: the next rounds may take longer
-    least = MIN_SAMPLES - taken if round_s <= timing.max_seconds else 0
-    return max(0, min(wanted, max(fitting, least)))
+        if (rest := last + seconds / timing.iterations - BURST * sample_s - time.perf_counter()) > 0:
+            timer.work(call, rest)
+        sample_ms = timer.sample([call] * BURST)[-1]
+        last = time.perf_counter()
+        yield sample_ms
 
 
 def _collect(
@@ -220,22 +192,26 @@ def _collect(
     turns: Iterator[Sequence[int]],
     timing: Timing,
     begin: float,
-    spread: Spread | None,
-) -> tuple[list[list[float]], str]:
-    """Take samples of all calls until they are enough or out of time, counted from `begin`; return them and why it ended."""
+    spread: Iterator[float] | None,
+) -> list[list[float]]:
+    """Take samples of all calls until they are enough, or until the time budget is used up, counted from `begin`."""
     samples: list[list[float]] = [[] for _ in calls]
     round_s = 0.0
-    while (taken := len(samples[0])) < timing.iterations:
-        rounds = _rounds_now(timing, begin, taken, round_s)
-        if rounds == 0:
-            used_up = f"time budget of {timing.max_seconds:g} s used after {taken} of {timing.iterations} samples"
-            return samples, used_up
+    while (wanted := timing.iterations - (taken := len(samples[0]))) > 0:
+        rounds = wanted
+        if timing.max_seconds is not None:
+            fitting = int((timing.max_seconds - (time.perf_counter() - begin)) / round_s) if taken else 1
+            fitting = max(min(fitting, 1), fitting // 2)  # half at a time: the next rounds may take longer
+            least = MIN_SAMPLES - taken if taken and round_s <= timing.max_seconds else 0
+            rounds = min(wanted, max(fitting, least))
+        if rounds <= 0:
+            break
         began = time.perf_counter()
         if spread is not None:
-            samples[0] += [spread.sample() for _ in range(rounds)]
+            samples[0] += itertools.islice(spread, rounds)
         else:
             order = [index for turn in itertools.islice(turns, rounds) for index in turn]
             for index, ms in zip(order, timer.sample([calls[index] for index in order]), strict=True):
                 samples[index].append(ms)
-        round_s = max((time.perf_counter() - began) / rounds, 1e-9)
-    return samples, f"all {timing.iterations} iterations done"
+        round_s = max((time.perf_counter() - began) / rounds, 1e-9)  # of wall time, flush and synchronization included
+    return samples

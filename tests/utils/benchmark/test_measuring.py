@@ -302,9 +302,9 @@ def test_a_measurement_is_spread_over_time_with_the_gpu_at_work(monkeypatch, sta
     timing = sampling.Timing(gpu, **options, calls_per_sample=None, queue_ahead=True)
     timer, call = PacedTimer(clock), Call(busy, (), {}, "busy")
     call.run_ms = 1.0
-    spread = sampling.Spread(timer, call, timing)
-    (taken,), stopped = sampling._collect(timer, [call], None, timing, 0.0, spread)
-    assert (len(taken), stopped) == (20, "all 20 iterations done")
+    spread = sampling.spread_samples(timer, call, timing)
+    (taken,) = sampling._collect(timer, [call], None, timing, 0.0, spread)
+    assert len(taken) == 20 and len(call.notes) == (state != STEADY)
     assert clock[0] == pytest.approx(timer.busy) == pytest.approx(seconds, abs=0.05)  # the GPU never rests
     assert max(b - a for a, b in itertools.pairwise([0.0, *taken])) <= 1e3 * seconds / 20 * 2  # evenly spread
 
