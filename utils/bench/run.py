@@ -187,7 +187,7 @@ class CaseRun:
         calls = [built[side].fn for side in SIDES]
         pair = compare(*calls, labels=tuple(labels[side] for side in SIDES), **options)
         if pair.verdict == NOT_ENOUGH_DATA:
-            few = pair.method["pairs"] < MIN_PAIRS
+            few = len(pair.a.samples_ms) < MIN_PAIRS
             crossed = f"the interval crosses 1 +- {pair.same_within:.0%}"
             why = f"fewer than {MIN_PAIRS} pairs were taken" if few else crossed
             self.record["notes"].append(f"no verdict: {why}; more --iterations narrow it.")

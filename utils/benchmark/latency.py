@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,7 +27,6 @@ from utils.benchmark.profiling import GPU_WORK, check_no_profiler
 from utils.validation import check_callable, whole_number
 
 KERNEL_KEYS = ("gemm", "elementwise", "softmax", "layernorm", "memory", "other")
-COMPILED_CPU_KERNEL = re.compile(r"(graph_\d+_)?(kernel_)?cpp_fused_")
 
 # For torch.profiler.profile(schedule=...).
 default_schedule = torch.profiler.schedule(wait=1, warmup=3, active=6)
@@ -158,7 +156,7 @@ def count_cuda_kernels(prof) -> dict[str, int]:
 
     If the trace has no GPU work, CPU leaf operators are counted instead: operators that contain no other working
     operator. Views, metadata and bare allocations do no work and are left out, and so is what torch.compile generates for
-    a CPU: it is a C++ function, which the profiler sees only with torch._inductor.config.cpp.enable_kernel_profile.
+    a CPU: it is a C++ function and no operator.
     """
     try:
         events = list(prof.events())
@@ -200,8 +198,6 @@ def _leaf_operator_names(events: list) -> list[str]:
 
 
 def _is_operator(name: str) -> bool:
-    if COMPILED_CPU_KERNEL.match(name):
-        return True
     return "::" in name and not name.startswith(("autograd::", "torch::", "profiler::"))
 
 

@@ -66,8 +66,6 @@ def compare(
     for name, fn in (("a", a), ("b", b)):
         if not callable(fn):
             raise TypeError(f"compare() times two functions: {name} must be callable, got {type(fn).__name__}.")
-    if same_within < 0:
-        raise ValueError(f"same_within must not be negative, got {same_within!r}; 0.01 means 1%.")
     names = labels or (_label(a, None), _label(b, None))
     if labels is None and names[0] == names[1]:
         names = ("a", "b")
@@ -78,15 +76,13 @@ def compare(
     low, high = stats.speedup_interval(side_a.samples_ms, side_b.samples_ms)
     apart = 1.0 + (PAIR_APART if timing.on_gpu else 0.0)
     interval = low / apart, high * apart
-    pairs = len(side_a.samples_ms)
     return Comparison(
         speedup=stats.speedup(side_a.samples_ms, side_b.samples_ms),
         interval=interval,
-        verdict=stats.verdict(interval, same_within=same_within, pairs=pairs),
+        verdict=stats.verdict(interval, same_within=same_within, pairs=len(side_a.samples_ms)),
         a=side_a,
         b=side_b,
         same_within=same_within,
-        method={"order": "abba", "pairs": pairs},
     )
 
 
@@ -197,8 +193,7 @@ def pick_device(device: torch.device | str | None, *values) -> torch.device:
         chosen = usable_device(device)
     else:
         devices = {tensor.device for value in values for tensor in tensors_of(value)}
-        gpus = [candidate for candidate in devices if candidate.type == "cuda"]
-        chosen = (gpus or list(devices) or [default_device()])[0]
+        chosen = max(devices, key=lambda device: device.type == "cuda", default=default_device())
     if chosen.type not in ("cuda", "cpu"):
         raise ValueError(f'CUDA GPUs and CPUs are measured, not {str(chosen)!r}; pass device="cpu" or "cuda".')
     if chosen.type == "cuda" and chosen.index is None:

@@ -137,13 +137,6 @@ def _trace_text(prof) -> bytes:
                 "this profile holds nothing yet: end its `with` block first, and give a profile with a "
                 "schedule enough steps to reach its active ones."
             ) from error
-        except RuntimeError as error:
-            if "already saved" not in str(error):
-                raise
-            raise ValueError(
-                "torch writes a profile only once, and it has already written this one; use that file, or "
-                "write profiles with utils.export_chrome_trace, which may be called again."
-            ) from error
         text = raw.read_bytes()
     text = re.sub(rb'"host_name":\s*"[^"]*",?', b"", text, count=1)
     text = re.sub(rb'"traceName":\s*"[^"]*"\s*}\s*$', b'"traceName": "trace.json" }', text)
@@ -160,8 +153,6 @@ def _load(trace) -> dict:
         raise ValueError(
             f"{trace} is not valid JSON ({error}): it was cut off or is not a Chrome trace; write the trace again."
         ) from error
-    if isinstance(record, list):  # the format's short form: the bare list of events
-        record = {"traceEvents": record}
     if not isinstance(record, dict) or not isinstance(record.get("traceEvents"), list):
         raise ValueError(f'{trace} is JSON but not a Chrome trace: it has no list "traceEvents".')
     return record

@@ -147,7 +147,6 @@ class Comparison:
     a: Measurement
     b: Measurement
     same_within: float = 0.01
-    method: dict = field(default_factory=dict)
 
     def sentence(self) -> str:
         """Return the verdict in words."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,8 +76,6 @@ class Roofs:
 
     def attainable_tflops(self, intensity: float, dtype) -> float:
         """Return the roof in TFLOP/s at an intensity in FLOPs/Byte: the lower of compute and memory roof."""
-        if not (math.isfinite(intensity) and intensity >= 0):
-            raise ValueError(f"An arithmetic intensity is a number of FLOPs/Byte, 0 or more, not {intensity!r}.")
         return min(self.peak_tflops(dtype), intensity * self.memory_bandwidth_tb_s)
 
     def peak_tflops(self, dtype) -> float:
