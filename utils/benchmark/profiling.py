@@ -13,7 +13,6 @@ import json
 import os
 import re
 import tempfile
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,9 +28,6 @@ from utils.validation import check_callable, whole_number
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 COMPLETE = "X"  # a Chrome event with a duration; the other kinds name lanes, draw arrows or mark moments
-
-# Kineto writes a trace only once, so its text is kept here, compressed, as long as the profiler lives.
-_texts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -124,8 +120,8 @@ def export_chrome_trace(prof: torch.profiler.profile, path: str | os.PathLike) -
 
 
 def _trace_text(prof) -> bytes:
-    if prof in _texts:
-        return zlib.decompress(_texts[prof])
+    if (kept := getattr(prof, "labs_trace", None)) is not None:  # Kineto writes a trace only once
+        return zlib.decompress(kept)
     if not hasattr(prof, "export_chrome_trace"):
         raise TypeError(f"expected a torch.profiler.profile, got {type(prof).__name__}.")
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +136,7 @@ def _trace_text(prof) -> bytes:
         text = raw.read_bytes()
     text = re.sub(rb'"host_name":\s*"[^"]*",?', b"", text, count=1)
     text = re.sub(rb'"traceName":\s*"[^"]*"\s*}\s*$', b'"traceName": "trace.json" }', text)
-    _texts[prof] = zlib.compress(text, 1)
+    prof.labs_trace = zlib.compress(text, 1)
     return text
 
 

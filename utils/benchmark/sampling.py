@@ -125,7 +125,7 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
     stopped = f"all {timing.iterations} iterations done"
     if cut := len(samples[0]) < timing.iterations:
         stopped = f"time budget of {timing.max_seconds:g} s used after {len(samples[0])} of {timing.iterations} samples"
-    measurements = []
+    measurements, facts = [], environment(timing.device)
     for call, times, floor_ms in zip(prepared, samples, floors, strict=True):
         notes = list(call.notes)
         if call.warmed_up < timing.warmup:
@@ -152,7 +152,6 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
             "gpu_after": gpu_after,
             "notes": notes,
         }
-        facts = environment(timing.device)
         measurements.append(Measurement(tuple(times), (low, high), call.label, method=method, environment=facts))
     return measurements
 

@@ -40,6 +40,7 @@ def package_version(distribution: str) -> str | None:
         return None
 
 
+@functools.cache
 def cpu_model() -> str:
     """Return the CPU's name as the system gives it, such as "AMD EPYC 9454".
 

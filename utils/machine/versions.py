@@ -46,7 +46,8 @@ def untested_versions() -> list[str]:
 @functools.cache
 def adopt_newest_gluon_names() -> None:
     """Let Gluon's newest names be used whatever Triton is installed. Names that exist are left as they are."""
-    keep_fp_fusion()
+    # The kernels' speed and errors count on products and sums fused into one instruction, which Triton 3.10 will leave off.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import blackwell
@@ -129,14 +130,6 @@ def ptxas_command(target: str = "sm_90a") -> list[str]:
 
     options = ["--regAllocOptLevel=2"] if (installed_version("triton") or (0, 0)) >= (3, 7) else []
     return [get_ptxas(int(target[3:].rstrip("af"))).path, *options, "-v", f"--gpu-name={target}"]
-
-
-def keep_fp_fusion() -> None:
-    """Let Triton go on fusing a product and a sum into one instruction; the kernels' speed and errors count on it.
-
-    Triton 3.9 warns that 3.10 will stop doing so by default.
-    """
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def workers_need_register_counts() -> bool:
