@@ -37,8 +37,9 @@ class Call:
         self.calls_per_run = 1  # calls of the user's function in one call of `fn`: more in an unrolled graph
         self.runs_per_sample = 1
         self.warmed_up = 0  # warm-up calls that were made
-        self.run_ms: float | None = None  # one run, from the last chunk of the warm-up
-        self.issue_ms: float | None = None  # CPU time to issue one run
+        # Of one run, in the fastest chunk of the warm-up: a pause of the host in one chunk says nothing of the others.
+        self.run_ms: float | None = None
+        self.issue_ms: float | None = None  # CPU time to issue it
         self.gpu_ms: float | None = None  # shortest time of one run between two events
         self.queueable = True  # False: the function waits for the GPU, so nothing can be queued behind it
         self.notes: list[str] = []
@@ -122,7 +123,8 @@ class CpuTimer:
             self.synchronize()
             now = time.perf_counter()
             call.warmed_up += chunk
-            call.run_ms, call.issue_ms = (now - begin) * 1e3 / chunk, issued / 1e6 / chunk
+            call.run_ms = min((now - begin) * 1e3 / chunk, call.run_ms or math.inf)
+            call.issue_ms = min(issued / 1e6 / chunk, call.issue_ms or math.inf)
             chunk = min(call.warmed_up, runs - call.warmed_up)
             if now + chunk * call.run_ms / 1e3 > deadline:
                 break

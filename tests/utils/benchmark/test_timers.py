@@ -86,6 +86,18 @@ def test_a_kernel_shorter_than_its_launch_is_timed_without_the_launch(stream):
     assert timer.describe(call)["queue"].startswith("kept ahead by a spin kernel")
 
 
+def test_a_pause_of_the_host_in_the_warm_up_leaves_the_calls_of_a_sample(stream):
+    runs = []
+
+    def paused():
+        runs.append(1)
+        stream.launch(0.005, 5.0 if len(runs) == 10 else 0.008)
+
+    timer, call = gpu_timer(stream), Call(paused, (), {}, "kernel")
+    timer.prepare(call, 10, None)
+    assert call.runs_per_sample >= 30 and timer.sample([call]) == pytest.approx([0.005])
+
+
 def test_as_issued_the_launch_shows(stream):
     timer, call = gpu_timer(stream, queue_ahead=False), kernel(stream, 0.005)
     timer.warm_up(call, 10)
