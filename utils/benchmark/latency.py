@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from collections import Counter
@@ -56,19 +57,8 @@ def benchmark_latency(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 1
         **kwargs: its keyword arguments.
     """
     _check_arguments("benchmark_latency", fn, n_warmup, n_repeat)
-
-    def call() -> None:
-        fn(*args, **kwargs)
-
-    return measure(
-        call,
-        warmup=n_warmup,
-        iterations=1,
-        calls_per_sample=n_repeat,
-        queue_ahead=False,
-        device=pick_device(None, args, kwargs, fn),
-        label=getattr(fn, "__name__", None),
-    ).mean_ms
+    call = functools.partial(fn, *args, **kwargs)
+    return measure(call, warmup=n_warmup, iterations=1, calls_per_sample=n_repeat, queue_ahead=False).mean_ms
 
 
 class MemoryUse(NamedTuple):
@@ -97,11 +87,7 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
         **kwargs: its keyword arguments.
     """
     _check_arguments("benchmark_memory", fn, n_warmup, n_repeat)
-    device = pick_device(None, args, kwargs, fn)
-
-    def call() -> None:
-        fn(*args, **kwargs)  # the result is dropped here, before the next call
-
+    device, call = pick_device(None, args, kwargs, fn), functools.partial(fn, *args, **kwargs)
     for _ in range(n_warmup):
         call()
     gc.collect()

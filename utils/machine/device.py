@@ -27,21 +27,15 @@ from utils.validation import first_line
 
 HOPPER = (9, 0)
 
-# The whole names that CUDA gives to the parts in GPU_SPECS; a longer name is another part. The A10G, the H100 NVL, the
-# RTX 4090 D, the A100 80GB PCIe (1.935 TB/s) and a MIG slice have similar names and other roofs.
+# The whole names that CUDA gives to the parts in GPU_SPECS, where these are not their keys; a longer name is another part.
+# The A10G, the H100 NVL, the RTX 4090 D, the A100 80GB PCIe (1.935 TB/s) and a MIG slice have similar names and other roofs.
 _NAMES = {
     "A6000": r"(Quadro )?RTX A6000",
-    "A10": r"A10",
     "A100": r"A100-SXM4?-80GB",
     "A100-40GB": r"A100-(SXM4?|PCIE)-40GB",
     "H100": r"H100 80GB HBM3",
     "H100-PCIe": r"H100 PCIe",
-    "H200": r"H200",
     "4090": r"(GeForce )?RTX 4090",
-    "L4": r"L4",
-    "L40S": r"L40S",
-    "B200": r"B200",
-    "GB10": r"GB10",
 }
 
 
@@ -107,8 +101,8 @@ def detect_gpu(name: str | None = None) -> str | None:
 
 def _row_named(name: str) -> str | None:
     # Drivers before 470 leave "NVIDIA" out.
-    rows = (row for row, part in _NAMES.items() if re.fullmatch(f"(NVIDIA )?{part}", name.strip(), re.IGNORECASE))
-    return next(rows, None)
+    parts = {row: f"(NVIDIA )?{_NAMES.get(row, row)}" for row in GPU_SPECS}
+    return next((row for row, part in parts.items() if re.fullmatch(part, name.strip(), re.IGNORECASE)), None)
 
 
 def compute_capability() -> tuple[int, int] | None:
