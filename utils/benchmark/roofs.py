@@ -140,11 +140,10 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     reached = {name: 2 * side**3 / best_ms[name] / 1e9 for name in timed}
     if target.type == "cpu":
         reached["bf16"] = max(reached.get("bf16", 0.0), reached["fp32"])
-    tflops = {name: reached[name] for name in names}
     return Roofs(
         name=machine,
         origin="measured",
-        tflops=tflops,
+        tflops=reached,
         memory_bandwidth_tb_s=2 * copy_bytes / best_ms["copy"] / 1e9,
         detail=f"best of repeats: torch.mm of {side} x {side} matrices, copy of {copy_bytes / 1e6:.0f} MB "
         f"(read + written), torch {torch.__version__}; {len(results[0].samples_ms)} rounds"

@@ -64,12 +64,10 @@ def installation_faults() -> list[str]:
         requirement = Requirement(line)
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
+        version = package_version(requirement.name)
+        if version is None:
             faults.append(f"{requirement.name} is missing ({requirement} is needed): run `make env`.")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
+        elif not requirement.specifier.contains(version, prereleases=True):
             faults.append(f"{requirement.name} {version} is installed and {requirement} is needed: run `make env`.")
     return faults
 

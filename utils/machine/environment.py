@@ -103,13 +103,16 @@ def float32_matmul_precision() -> str:
 
 def environment(device: torch.device | str | None = None) -> dict:
     """Return a record of machine, versions and commit for a result, without host names, user names and paths."""
-    record = {
-        "gpu": None,
-        "gpu_sm_count": None,
-        "compute_capability": None,
-        "driver": None,
+    gpu = None
+    if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
+        gpu = torch.cuda.get_device_properties(device or torch.cuda.current_device())
+    return {
+        "gpu": gpu and gpu.name,
+        "gpu_sm_count": gpu and gpu.multi_processor_count,
+        "compute_capability": gpu and f"{gpu.major}.{gpu.minor}",
+        "driver": gpu and _read_nvml("nvmlSystemGetDriverVersion"),
         "cuda": torch.version.cuda,
-        "cudnn": None,
+        "cudnn": gpu and torch.backends.cudnn.version(),
         "torch": torch.__version__,
         "triton": package_version("triton"),
         "numpy": package_version("numpy"),
@@ -123,14 +126,6 @@ def environment(device: torch.device | str | None = None) -> dict:
         "float32_matmul_precision": float32_matmul_precision(),
         **git_state(),
     }
-    if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
-        properties = torch.cuda.get_device_properties(device or torch.cuda.current_device())
-        record["gpu"] = properties.name
-        record["gpu_sm_count"] = properties.multi_processor_count
-        record["compute_capability"] = f"{properties.major}.{properties.minor}"
-        record["cudnn"] = torch.backends.cudnn.version()
-        record["driver"] = _read_nvml("nvmlSystemGetDriverVersion")
-    return record
 
 
 @functools.cache
@@ -174,8 +169,6 @@ def gpu_state(device: torch.device | str | int | None = None) -> dict:
 
     milliwatts, limit = read("nvmlDeviceGetPowerUsage"), read("nvmlDeviceGetEnforcedPowerLimit")
     bits = read("nvmlDeviceGetCurrentClocksEventReasons")
-    if bits is None:
-        bits = read("nvmlDeviceGetCurrentClocksThrottleReasons")  # the name before driver 535
     return {
         "sm_clock_mhz": read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
         "sm_clock_max_mhz": read("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),

@@ -220,7 +220,7 @@ def test_records_survive_json():
     assert record["median_ms"] == result.median_ms and len(record["samples_ms"]) == 5
     assert Measurement.from_dict(record) == result
     assert repr(Measurement.from_dict(record)) == repr(result)
-    with pytest.raises(ValueError, match="interval_ms missing"):
+    with pytest.raises(KeyError, match="interval_ms"):
         Measurement.from_dict({"samples_ms": [1.0]})
 
 

@@ -88,7 +88,7 @@ class _Nvml:
     def nvmlDeviceGetPowerUsage(self, handle):
         raise self.NVMLError("not supported")
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
         return 0x4 | 0x40
 
 
