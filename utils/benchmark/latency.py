@@ -10,7 +10,6 @@ import gc
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch.autograd import DeviceType
@@ -61,14 +60,7 @@ def benchmark_latency(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 1
     return measure(call, warmup=n_warmup, iterations=1, calls_per_sample=n_repeat, queue_ahead=False).mean_ms
 
 
-class MemoryUse(NamedTuple):
-    """Result of `benchmark_memory`: two numbers in GB (1e9 bytes)."""
-
-    peak_memory_gb: float  # largest allocation at any moment, inputs and everything else included
-    allocated_memory_gb: float  # the part of it that the call adds to the memory in use before it
-
-
-def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 100, **kwargs) -> MemoryUse:
+def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 100, **kwargs) -> tuple[float, float]:
     """Tensor memory of `fn(*args, **kwargs)`: (peak_memory_gb, allocated_memory_gb) in GB (1e9 bytes).
 
     `peak_memory_gb` is absolute: all tensor memory at the worst moment of the n_repeat calls, including the inputs and
@@ -99,11 +91,11 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
             call()
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device)
-        return MemoryUse(peak / 1e9, (peak - before) / 1e9)
+        return peak / 1e9, (peak - before) / 1e9
     check_no_profiler()  # allocations are followed with it
     before = live_cpu_tensor_bytes()
     added = max(_cpu_peak_of(call) for _ in range(n_repeat))
-    return MemoryUse((before + added) / 1e9, added / 1e9)
+    return (before + added) / 1e9, added / 1e9
 
 
 def live_cpu_tensor_bytes() -> int:
@@ -152,7 +144,8 @@ def count_cuda_kernels(prof) -> dict[str, int]:
             f"and whose schedule reached its active steps; got {type(prof).__name__}."
         ) from error
     steps = sum(1 for event in events if _is_step(event) and event.device_type == DeviceType.CPU)
-    names = Counter(_cuda_kernel_names(events) or _leaf_operator_names(events))
+    roots = [event for event in events if event.device_type == DeviceType.CPU and event.cpu_parent is None]
+    names = Counter(_cuda_kernel_names(events) or [name for event in roots for name in _working_operators(event)])
     totals: Counter = Counter()
     for name, count in names.items():
         totals[DOCUMENTED_KEY[classify(name)]] += count
@@ -177,16 +170,6 @@ def _cuda_kernel_names(events: list) -> list[str]:
     return [event.name for event in events if works(event)]
 
 
-def _leaf_operator_names(events: list) -> list[str]:
-    """Return the operators that did work themselves on the CPU."""
-    roots = (event for event in events if event.device_type == DeviceType.CPU and event.cpu_parent is None)
-    return [name for event in roots for name in _working_operators(event)]
-
-
-def _is_operator(name: str) -> bool:
-    return "::" in name and not name.startswith(("autograd::", "torch::", "profiler::"))
-
-
 def _working_operators(event) -> list[str]:
     """Return the operators at or inside this event that did work; of a wrapper, the operators inside it."""
     name = event.name
@@ -194,7 +177,9 @@ def _working_operators(event) -> list[str]:
         return []
     working = [(child.name, _working_operators(child)) for child in event.cpu_children]
     inside = [inner for _, names in working for inner in names]
-    if not _is_operator(name):  # annotations, autograd nodes, modules
+    if "::" not in name or name.startswith(
+        ("autograd::", "torch::", "profiler::")
+    ):  # annotations, autograd nodes, modules
         return inside
     if name in WRAPPER_OPERATORS or any(classify(inner) != MEMORY for inner in inside):
         return inside

@@ -46,7 +46,9 @@ def measure(fn: Callable, *args, label: str | None = None, **options) -> Measure
     """
     check_callable("measure", fn)
     timing, kwargs = _timing(options, args, fn)
-    return _timed(timing, [Call(fn, args, kwargs, _label(fn, label))], itertools.repeat((0,)))[0]
+    return _timed(
+        timing, [Call(fn, args, kwargs, _label(fn) if label is None else str(label))], itertools.repeat((0,))
+    )[0]
 
 
 def compare(
@@ -66,7 +68,7 @@ def compare(
     for name, fn in (("a", a), ("b", b)):
         if not callable(fn):
             raise TypeError(f"compare() times two functions: {name} must be callable, got {type(fn).__name__}.")
-    names = labels or (_label(a, None), _label(b, None))
+    names = labels or (_label(a), _label(b))
     if labels is None and names[0] == names[1]:
         names = ("a", "b")
     timing, kwargs = _timing(options, args, a, b)
@@ -127,9 +129,7 @@ def _rounds(count: int) -> Iterator[Sequence[int]]:
         yield draw.sample(range(count), count)
 
 
-def _label(fn: Callable, label: str | None) -> str:
-    if label is not None:
-        return str(label)
+def _label(fn: Callable) -> str:
     inner = fn.func if isinstance(fn, functools.partial) else fn
     return getattr(inner, "__name__", None) or type(inner).__name__
 

@@ -181,11 +181,6 @@ class Launched:
     kernels: tuple[str, ...]  # likewise: kernels, copies and fills
     launches: int = 0  # number of kernels, copies and fills, repeats included
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The kernels, or the operators if there was no GPU."""
-        return self.kernels or self.operators
-
 
 def launched(call: Callable[[], object]) -> Launched:
     """Return the operators and kernels of one call, from a profile taken after two calls to warm up."""

@@ -258,7 +258,9 @@ class Versions(FunctionTarget):
         """Return the version that ran; raise WrongRun if nothing that was launched is its own."""
         pattern = self.versions[built.provider][1]
         if not any(re.search(pattern, name) for name in (*launched.kernels, *launched.operators)):
-            raise WrongRun(f"{built.provider} was asked for, and {', '.join(launched.names[:8])} ran.")
+            raise WrongRun(
+                f"{built.provider} was asked for, and {', '.join((launched.kernels or launched.operators)[:8])} ran."
+            )
         return built.provider
 
 
