@@ -128,7 +128,8 @@ class CaseRun:
         self.on_step(case, "time")
         for side, measurement in self._time(built).items():
             self.record["sides"][side] = {**measurement.to_dict(), "environment": {}}  # the run's record has it once
-            cut = [measurement.method["stopped"]] * measurement.method["cut_by_time_budget"]
+            stopped = measurement.method["stopped"]
+            cut = [stopped] * stopped.startswith("time budget")
             self.record["notes"] += [f"{side}: {text}." for text in (*measurement.doubts(), *cut)]
         for call in built.values():
             if call.prepared is not None:

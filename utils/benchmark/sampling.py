@@ -123,7 +123,7 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
         floors = [timer.floor_ms(call) for call in prepared]
     seconds = time.perf_counter() - begin
     stopped = f"all {timing.iterations} iterations done"
-    if cut := len(samples[0]) < timing.iterations:
+    if len(samples[0]) < timing.iterations:
         stopped = f"time budget of {timing.max_seconds:g} s used after {len(samples[0])} of {timing.iterations} samples"
     measurements, facts = [], environment(timing.device)
     for call, times, floor_ms in zip(prepared, samples, floors, strict=True):
@@ -143,7 +143,6 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
             "l2": timing.l2,
             "graph": timing.graph,
             "stopped": stopped,
-            "cut_by_time_budget": cut,
             "floor_ms": floor_ms,
             "below_floor": median_ms <= FLOOR_MARGIN * floor_ms,
             "seconds": seconds,

@@ -39,16 +39,13 @@ LABS: dict[str, tuple[str, dict[str, Callable[[], device.Support]]]] = {
 
 
 def examine_lab(lab: str) -> dict:
-    """Examine one lab on this machine: `status` is "runs", "runs in part" or "no notebook"."""
+    """Examine one lab on this machine: whether its notebook is here, and which of its parts run."""
     title, probes = LABS[lab]
     parts = []
     for name, probe in probes.items():
         support = probe()
         parts.append({"part": name, "runs": bool(support), "reason": support.reason, "remedy": support.remedy})
-    status = "runs" if all(part["runs"] for part in parts) else "runs in part"
-    if not (ROOT / f"{lab}.ipynb").exists():
-        status = "no notebook"
-    return {"lab": lab, "title": title, "status": status, "parts": parts}
+    return {"lab": lab, "title": title, "notebook": (ROOT / f"{lab}.ipynb").exists(), "parts": parts}
 
 
 def installation_faults() -> list[str]:
@@ -123,9 +120,8 @@ def print_report(report: dict) -> None:
 
     for lab in report["labs"]:
         table.add_section()
-        missing = lab["status"] == "no notebook"
-        note = f"{lab['lab']}.ipynb is not in this folder." if missing else lab["title"]
-        table.add_row(f"[bold]{lab['lab']}[/]", "", NO if missing else YES, note)
+        note = lab["title"] if lab["notebook"] else f"{lab['lab']}.ipynb is not in this folder."
+        table.add_row(f"[bold]{lab['lab']}[/]", "", YES if lab["notebook"] else NO, note)
         for part in lab["parts"]:
             add_part(part["part"], part["runs"], part["reason"], part)
     table.add_section()
