@@ -93,7 +93,7 @@ class CpuTimer:
         if not cold:
             return
         self.flush_bytes = cpu_flush_bytes()
-        free = available_memory_bytes()
+        free = available_memory_bytes(torch.device("cpu"))
         if self.flush_bytes > free // 2:
             raise MemoryError(
                 f'l2="cold" streams {self.flush_bytes / 1e6:.0f} MB, twice the last-level cache, '

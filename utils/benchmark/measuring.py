@@ -65,12 +65,9 @@ def compare(
     `iterations` counts pairs of samples, in the order a b b a a b b a, which cancels a steady drift; `labels` names a
     and b in the result.
     """
-    for name, fn in (("a", a), ("b", b)):
-        if not callable(fn):
-            raise TypeError(f"compare() times two functions: {name} must be callable, got {type(fn).__name__}.")
-    names = labels or (_label(a), _label(b))
-    if labels is None and names[0] == names[1]:
-        names = ("a", "b")
+    check_callable("compare", a)
+    check_callable("compare", b)
+    names = labels or ((_label(a), _label(b)) if _label(a) != _label(b) else ("a", "b"))
     timing, kwargs = _timing(options, args, a, b)
 
     calls = [Call(fn, args, kwargs, name) for fn, name in zip((a, b), names, strict=True)]

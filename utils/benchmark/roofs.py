@@ -203,12 +203,9 @@ def machine_roofs(refresh: bool = False) -> Roofs:
 
 def _copy_bytes(device: torch.device) -> int:
     """Return the size of the copy: large compared with the last-level cache, small compared with the free memory."""
+    free, cache = available_memory_bytes(device), last_level_cache_bytes() or 0
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
         cache = torch.cuda.get_device_properties(device).L2_cache_size
-    else:
-        free = available_memory_bytes()
-        cache = last_level_cache_bytes() or 0
     size = min(max(_COPY_BYTES[device.type], _MIN_COPY * cache), free // 4)
     if size < _MIN_COPY * cache:
         raise ValueError(

@@ -69,8 +69,11 @@ def last_level_cache_bytes() -> int | None:
         return None
 
 
-def available_memory_bytes() -> int:
-    """Return the bytes of main memory that new allocations may take without swapping."""
+def available_memory_bytes(device: torch.device) -> int:
+    """Return the bytes that new tensors may take: a GPU's free memory, or main memory without swapping."""
+    if device.type == "cuda":  # torch's allocator may hold memory that it does not use
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     return psutil.virtual_memory().available
 
 

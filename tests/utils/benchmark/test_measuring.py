@@ -174,7 +174,7 @@ def test_bad_options_are_errors_in_sentences(options, message):
 def test_more_bad_input():
     with pytest.raises(TypeError, match=r"must be callable, got float.*measure\(fn, x\), not measure\(fn\(x\)\)"):
         measure(3.0)
-    with pytest.raises(TypeError, match="b must be callable, got NoneType"):
+    with pytest.raises(TypeError, match="must be callable, got NoneType"):
         compare(busy, None)
     with pytest.raises(ValueError, match=r"no peak for fp8; they have fp32, bf16"):
         measure(busy, 0.01, iterations=1, flops=1.0, roofs=ROOFS, dtype="fp8")

@@ -226,6 +226,6 @@ def test_the_cpu_flush_streams_more_than_the_last_level_cache(monkeypatch):
 
 def test_a_flush_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr(cpu_timer, "last_level_cache_bytes", lambda: 40 * 1024**2)
-    monkeypatch.setattr(cpu_timer, "available_memory_bytes", lambda: 100_000_000)
+    monkeypatch.setattr(cpu_timer, "available_memory_bytes", lambda device: 100_000_000)
     with pytest.raises(MemoryError, match=r"streams 84 MB.*only 100 MB are free.*l2=\"warm\""):
         CpuTimer(cold=True)
