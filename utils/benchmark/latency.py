@@ -177,9 +177,8 @@ def _working_operators(event) -> list[str]:
         return []
     working = [(child.name, _working_operators(child)) for child in event.cpu_children]
     inside = [inner for _, names in working for inner in names]
-    if "::" not in name or name.startswith(
-        ("autograd::", "torch::", "profiler::")
-    ):  # annotations, autograd nodes, modules
+    # Annotations, autograd's nodes and modules are no operators.
+    if "::" not in name or name.startswith(("autograd::", "torch::", "profiler::")):
         return inside
     if name in WRAPPER_OPERATORS or any(classify(inner) != MEMORY for inner in inside):
         return inside
