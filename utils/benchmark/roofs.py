@@ -122,7 +122,7 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     copy_bytes = _copy_bytes(target)
     timed = _timed_dtypes(target, names)
     calls = {name: _product(target, name, side) for name in timed}
-    source = torch.ones(copy_bytes // 4, device=target)
+    source = torch.ones(copy_bytes // 4, dtype=torch.float32, device=target)
     calls["copy"] = functools.partial(torch.empty_like(source).copy_, source)  # reads so many bytes and writes as many
 
     others = psutil.cpu_percent(interval=0.2) / 100  # while this process waits, all of it is other processes'
