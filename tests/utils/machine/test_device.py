@@ -85,7 +85,7 @@ ROWS = {
 def test_a_name_is_its_row_and_another_part_is_none():
     found = {name: (row, detect_gpu(name)) for row, names in ROWS.items() for name in names}
     assert {name: pair for name, pair in found.items() if pair[0] != pair[1]} == {}
-    assert set(ROWS) - {None} == set(GPU_SPECS)
+    assert set(ROWS) - {None} <= set(GPU_SPECS)
 
 
 def test_a_slice_under_the_whole_name_is_no_row(monkeypatch):
