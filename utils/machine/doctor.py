@@ -96,8 +96,7 @@ def print_report(report: dict) -> None:
 
     console = Console()
     machine = report["machine"]
-    row = machine["gpu_specs_row"]
-    known = f", GPU_SPECS row {row}" if row else ""
+    known = f", GPU_SPECS row {machine['gpu_specs_row']}" if machine["gpu_specs_row"] else ""
     versions = " · ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     console.print(f"[bold]{machine['name']}[/] ({machine['device']}{known})")
     console.print(f"Python {machine['python']} · {versions}\n")

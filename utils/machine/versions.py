@@ -33,9 +33,7 @@ def untested_versions() -> list[str]:
         if version is None or oldest <= version <= newest:
             continue
         tested = f"{package} {'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
-        what = (
-            "older: kernels and labs may fail" if version < oldest else "newer: kernels and labs may behave otherwise"
-        )
+        what = "older: kernels and labs may fail" if version < oldest else "newer: kernels and labs may differ"
         sentences.append(
             f"The course was tested with {tested}; {package} {metadata.version(package)} is {what}. "
             "`make env` installs versions that fit."
