@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from utils.kernels import offline
-from utils.kernels.warm_process import Ended, ForkedProcess, WarmProcess, serve
+from utils.kernels.warm_process import WarmProcess
 from utils.machine import versions
 
 # What to look for in SASS, by what it does.
@@ -109,7 +109,9 @@ def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 1
         CompilerRefusal: the kernel does not compile.
     """
     text = json.dumps({"path": str(write_source(request.source, request.file)), **asdict(request), "figures": figures})
-    ended = _run(text, timeout)
+    with tempfile.TemporaryDirectory(prefix="compile-") as folder:
+        Path(folder, "request.json").write_text(text, encoding="utf-8")
+        ended = PROCESS.run(folder, timeout)
     if ended.status:
         raise CompilerRefusal(ended.complaints)
     return Compiled(**json.loads(ended.printed.splitlines()[-1])) if figures else None
@@ -126,34 +128,9 @@ def warm_up() -> None:
     triton_key()  # reads all of Triton: most of a second
 
 
-def _may_fork() -> bool:
-    """Whether this process has one thread only: a fork has no other, and a lock that one held would stay locked."""
-    try:
-        return len(os.listdir("/proc/self/task")) == 1
-    except OSError:
-        return False
-
-
-def _run(text: str, timeout: float) -> Ended:
-    """Answer a request in a fork of this process where that is safe, in a fork of the process beside it elsewhere."""
-    with tempfile.TemporaryDirectory(prefix="compile-") as folder:
-        Path(folder, "request.json").write_text(text, encoding="utf-8")
-        if not _may_fork():
-            return PROCESS.run(folder, timeout)
-        warm_up()
-        return ForkedProcess(_answer_in).run(folder, timeout)
-
-
-def _answer_in(folder: str) -> None:
-    # A fork has the streams of its parent, which may be a notebook's or a test's.
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
-    answer(Path(folder, "request.json").read_text(encoding="utf-8"))
-
-
-def answer(text: str) -> None:
-    """Compile what a request asks for and print the result, the fields of `Compiled` or null, as one line of JSON."""
-    warm_up()
-    request = json.loads(text)
+def answer(folder: str) -> None:
+    """Compile what the request in a folder asks for; print the result, the fields of `Compiled` or null, as a line of JSON."""
+    request = json.loads(Path(folder, "request.json").read_text(encoding="utf-8"))
     kernel = getattr(import_file(Path(request["path"])), request["kernel"])
     given = ("signature", "constants", "aligned", "num_warps", "capability")
     built = offline.compile_gluon(kernel, *(request[name] for name in given))
@@ -224,7 +201,7 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-PROCESS = WarmProcess("utils.gluon_cpu.compiling")
+PROCESS = WarmProcess("utils.gluon_cpu.compiling", warm_up, answer)
 
 if __name__ == "__main__":
-    serve(warm_up, _answer_in)
+    PROCESS.serve()

@@ -21,7 +21,6 @@ import importlib
 import importlib.util
 import os
 import signal
-import sys
 import tempfile
 import textwrap
 import traceback
@@ -31,32 +30,19 @@ from pathlib import Path
 import torch
 
 from utils.files import ROOT
-from utils.kernels.warm_process import WarmProcess, serve
+from utils.kernels.warm_process import WarmProcess
 
 _STUDENT_FILE = "student_kernel.py"
 _MACHINERY = (__file__, str(Path(__file__).with_name("interpreter_repairs.py")))  # no lines of a kernel
-# No GPU, and one thread: the caller's threads and the interpreter's would share the cores.
-PROCESS = WarmProcess("utils.kernels.interpreter", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 class InterpretedKernelError(RuntimeError):
-    """A kernel failed in the interpreter. `traceback` is the kernel's own, `case` the index of the failing input."""
+    """A kernel failed in the interpreter; `case` is the index of the failing input."""
 
-    def __init__(self, message: str, traceback: str = "", case: int | None = None):
+    def __init__(self, message: str, case: int | None = None):
         super().__init__(message)
-        self.traceback = traceback
         self.case = case
-
-    @property
-    def in_short(self) -> str:
-        """What went wrong, and on which line of the source, without the frames above it."""
-        lines = (self.traceback or str(self)).strip().splitlines()
-        places = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "') and i + 1 < len(lines)]
-        if not places:
-            return lines[-1]
-        function = lines[places[-1]].rpartition(", in ")[2]
-        return f"{lines[-1]}\n  in {function}: {lines[places[-1] + 1].strip()}"
 
 
 def run_interpreted(function_name: str, *args, timeout: float = 60) -> torch.Tensor:
@@ -65,7 +51,7 @@ def run_interpreted(function_name: str, *args, timeout: float = 60) -> torch.Ten
     Args:
         function_name: A name in `kernels.gemm` or `kernels.gelu` ("gemm_tiled"), or the whole path of a function in `utils`.
         *args: CPU tensors and plain values.
-        timeout: Seconds, the start of a process included (two to four, for the first call of a program).
+        timeout: Seconds, without the start of a process (two to seven, for the first call of a program).
     """
     return run_interpreted_cases(function_name, [args], timeout=timeout)[0]
 
@@ -81,7 +67,7 @@ def run_interpreted_cases(
         call: A function name as in `run_interpreted`, or (source, entry): Python text that defines `@triton.jit` kernels, with
             `torch`, `triton` and `tl` imported, and the name of its function that returns the output tensor.
         cases: The positional arguments of each call.
-        timeout: Seconds for all cases together, the start of a process included.
+        timeout: Seconds for all cases together, without the start of a process.
     """
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError(
@@ -96,8 +82,8 @@ def run_interpreted_cases(
         torch.save({"call": name, "from_source": source is not None, "cases": cases}, Path(folder, "job.pt"))
         _run_child(folder, name, timeout)
         answer = torch.load(Path(folder, "answer.pt"), weights_only=True)
-    if "results" not in answer:
-        raise InterpretedKernelError(f"{name} failed in Triton's interpreter.\n{answer['traceback']}", **answer)
+    if "error" in answer:
+        raise InterpretedKernelError(answer["error"], answer["case"])
     return answer["results"]
 
 
@@ -129,7 +115,7 @@ def _run_child(folder: str, name: str, timeout: float) -> None:
         ) from None
     if ended.printed:
         print(ended.printed, end="")
-    if Path(folder, "answer.pt").exists():
+    if ended.status == 0 and Path(folder, "answer.pt").exists():
         return
     if ended.status < 0:
         signal_name = signal.Signals(-ended.status).name
@@ -139,16 +125,14 @@ def _run_child(folder: str, name: str, timeout: float) -> None:
         )
     raise InterpretedKernelError(
         f"{name} ended Triton's interpreter with exit status {ended.status} before it "
-        f"returned. It said:\n{ended.complaints.strip()[-2000:]}",
-        ended.complaints,
+        f"returned. It said:\n{ended.complaints.strip()[-2000:]}"
     )
 
 
 # The child ------------------------------------------------------------------------------------------------------
 
 
-def repair() -> None:
-    """Put right, in this process, what Triton's interpreter computes wrongly, and refuse what it cannot compute."""
+def _repair() -> None:
     importlib.import_module("utils.kernels.interpreter_repairs")
 
 
@@ -174,33 +158,28 @@ def _load_function(job: dict, folder: str):
     raise NameError(f"there is no function {name!r} in {', '.join(places)}: name it, or give the path of one in utils")
 
 
-def _own_traceback(error: BaseException, folder: str, from_source: bool) -> str:
-    """Format the traceback of a failure with the kernel's own lines only, without frames of Triton and this module."""
-    own = str(Path(folder, _STUDENT_FILE)) if from_source else str(ROOT / "utils")
-    if isinstance(error, SyntaxError):
-        return "".join(traceback.format_exception_only(error)).replace(folder + os.sep, "")
-    frames = []
-    while True:  # Triton wraps what a kernel raises in an InterpreterError: the cause says more
-        frames += [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename.startswith(own) and frame.filename not in _MACHINERY
-        ]
+def _in_short(error: BaseException, folder: str) -> str:
+    """Say what went wrong, and on which line of the kernel's source, without the frames of Triton and this module."""
+    frames: list[traceback.FrameSummary] = []
+    while True:
+        frames += traceback.extract_tb(error.__traceback__)
         if type(error).__name__ != "InterpreterError" or error.__cause__ is None:
             break
-        error = error.__cause__
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
-    return "".join([*lines, *traceback.format_exception_only(error)]).replace(folder + os.sep, "")
+        error = error.__cause__  # what the kernel raised says more than what Triton wraps it in
+    text = "".join(traceback.format_exception_only(error)).strip()
+    own = [x for x in frames if x.filename.startswith((folder, str(ROOT / "utils"))) and x.filename not in _MACHINERY]
+    if own:
+        text += f"\n  in {own[-1].name}, line {own[-1].lineno}: {own[-1].line}"
+    return text.replace(folder + os.sep, "")
 
 
-def answer(folder: str) -> None:
+def _answer(folder: str) -> None:
     """Run the job in a folder, and write its results or its error there."""
     job = torch.load(Path(folder, "job.pt"), weights_only=True)
-    results: list = []
+    results: list[torch.Tensor] = []
     said: dict = {"results": results}
     case: int | None = None  # nothing ran yet
     try:
-        repair()
         function = _load_function(job, folder)
         for case in range(len(job["cases"])):
             result = function(*job["cases"][case])
@@ -210,11 +189,15 @@ def answer(folder: str) -> None:
                 )
             results.append(result.detach())
     except BaseException as error:
-        said = {"traceback": _own_traceback(error, folder, job["from_source"]), "case": case}
-    sys.stdout.flush()
-    torch.save(said, Path(folder, "answer.part"))
-    os.replace(Path(folder, "answer.part"), Path(folder, "answer.pt"))  # whole or absent
+        said = {"error": _in_short(error, folder), "case": case}
+    torch.save(said, Path(folder, "answer.pt"))
 
+
+# No GPU, and one thread: the caller's threads and the interpreter's would share the cores.
+PROCESS = WarmProcess(
+    *("utils.kernels.interpreter", _repair, _answer),
+    **{"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+)
 
 if __name__ == "__main__":
-    serve(repair, answer)
+    PROCESS.serve()

@@ -37,7 +37,6 @@ from instructor.grading.submission.enclosure import Enclosure
 from instructor.grading.submission.results import Job, WarmUp, how_it_ended
 from instructor.grading.submission.warmup import Warm, make_shell, run_setup, warm_up
 from instructor.grading.wire.channel import Channel, Closed
-from utils.kernels.warm_process import ForkedProcess, WarmProcess
 
 
 def serve(descriptor: int) -> None:
@@ -147,12 +146,10 @@ def start_runner(options: WarmUp) -> socket.socket | None:
     try:
         walls.die_with_parent()
         ours.close()
-        os.environ["TRITON_INTERPRET"] = "1"
-        importlib.import_module("triton.experimental.gluon")  # else each kernel's launch would load it
         interpreter: Any = importlib.import_module("utils.kernels.interpreter")
-        interpreter.repair()
-        assert isinstance(interpreter.PROCESS, WarmProcess)
-        interpreter.PROCESS = ForkedProcess(interpreter.answer)  # torch and Triton are loaded here already
+        os.environ.update(interpreter.PROCESS.variables)  # so kernels run in forks of these processes
+        importlib.import_module("triton.experimental.gluon")  # else each kernel's launch would load it
+        interpreter.PROCESS.prepare()
         shell = make_shell()
         gc.freeze()
         _be_warden(theirs, Warm(options, shell, {}))

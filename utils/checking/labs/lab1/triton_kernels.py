@@ -39,7 +39,7 @@ def interpreted(source: str, function: str, cases: dict[str, tuple], timeout: fl
         results = interpreter.run_interpreted_cases((source, function), list(cases.values()), timeout=timeout)
     except interpreter.InterpretedKernelError as error:
         place = f" on {list(cases)[error.case]}" if error.case is not None else ""
-        raise AssertionError(f"the kernel failed{place}: {error.in_short}") from None
+        raise AssertionError(f"the kernel failed{place}: {error}") from None
     return dict(zip(cases, results, strict=True))
 
 
