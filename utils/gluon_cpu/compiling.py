@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -108,13 +107,11 @@ def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 1
     Raises:
         CompilerRefusal: the kernel does not compile.
     """
-    text = json.dumps({"path": str(write_source(request.source, request.file)), **asdict(request), "figures": figures})
-    with tempfile.TemporaryDirectory(prefix="compile-") as folder:
-        Path(folder, "request.json").write_text(text, encoding="utf-8")
-        ended = PROCESS.run(folder, timeout)
+    path = write_source(request.source, request.file)
+    ended = PROCESS.run({"path": str(path), **asdict(request), "figures": figures}, timeout)
     if ended.status:
         raise CompilerRefusal(ended.complaints)
-    return Compiled(**json.loads(ended.printed.splitlines()[-1])) if figures else None
+    return Compiled(**ended.answer) if figures else None
 
 
 # ---- the child ---------------------------------------------------------------------------------------------------
@@ -128,24 +125,21 @@ def warm_up() -> None:
     triton_key()  # reads all of Triton: most of a second
 
 
-def answer(folder: str) -> None:
-    """Compile what the request in a folder asks for; print the result, the fields of `Compiled` or null, as a line of JSON."""
-    request = json.loads(Path(folder, "request.json").read_text(encoding="utf-8"))
+def answer(request: dict) -> dict | None:
+    """Compile what a request asks for; return the fields of `Compiled`, or None if it asks for no figures."""
     kernel = getattr(import_file(Path(request["path"])), request["kernel"])
     given = ("signature", "constants", "aligned", "num_warps", "capability")
     built = offline.compile_gluon(kernel, *(request[name] for name in given))
-    compiled = None
-    if request["figures"]:
-        read = offline.read_assembly(built, kernel.fn.__name__)
-        counts = {what: read.count(pattern) for what, pattern in INSTRUCTIONS.items()}
-        lines = {
-            "PTX": _by_line(read.ptx, request["file"], READABLE["PTX"]),
-            "SASS": _by_line(offline.disassemble(built, lines=True), request["file"], READABLE["SASS"]),
-        }
-        columns = getattr(built.metadata, "tmem_size", 0) or 0
-        numbers = read.shared_bytes, read.registers, read.spill_bytes
-        compiled = asdict(Compiled(read.name, counts, *numbers, lines, columns))
-    print(json.dumps(compiled))
+    if not request["figures"]:
+        return None
+    read = offline.read_assembly(built, kernel.fn.__name__)
+    counts = {what: read.count(pattern) for what, pattern in INSTRUCTIONS.items()}
+    lines = {
+        "PTX": _by_line(read.ptx, request["file"], READABLE["PTX"]),
+        "SASS": _by_line(offline.disassemble(built, lines=True), request["file"], READABLE["SASS"]),
+    }
+    numbers = read.shared_bytes, read.registers, read.spill_bytes
+    return asdict(Compiled(read.name, counts, *numbers, lines, read.columns))
 
 
 def _by_line(assembly: str, file: str, pattern: str) -> dict[str, list[str]]:

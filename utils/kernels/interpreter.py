@@ -21,7 +21,6 @@ import importlib
 import importlib.util
 import os
 import signal
-import tempfile
 import textwrap
 import traceback
 from collections.abc import Sequence
@@ -40,8 +39,8 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 class InterpretedKernelError(RuntimeError):
     """A kernel failed in the interpreter; `case` is the index of the failing input."""
 
-    def __init__(self, message: str, case: int | None = None):
-        super().__init__(message)
+    def __init__(self, error: str, case: int | None = None):
+        super().__init__(error)
         self.case = case
 
 
@@ -76,15 +75,24 @@ def run_interpreted_cases(
         )
     source, name = (None, call) if isinstance(call, str) else call
     cases = [tuple(_for_child(value, f"argument {i}") for i, value in enumerate(case)) for case in cases]
-    with tempfile.TemporaryDirectory(prefix="interpreted-kernel-") as folder:
-        if source is not None:
-            Path(folder, _STUDENT_FILE).write_text(textwrap.dedent(source), encoding="utf-8")
-        torch.save({"call": name, "from_source": source is not None, "cases": cases}, Path(folder, "job.pt"))
-        _run_child(folder, name, timeout)
-        answer = torch.load(Path(folder, "answer.pt"), weights_only=True)
-    if "error" in answer:
-        raise InterpretedKernelError(answer["error"], answer["case"])
-    return answer["results"]
+    try:
+        ended = PROCESS.run({"source": source and textwrap.dedent(source), "name": name, "cases": cases}, timeout)
+    except TimeoutError:
+        raise InterpretedKernelError(
+            f"{name} did not finish within {timeout:g} s in Triton's interpreter, which takes about 2 ms for each "
+            "iteration of an inner loop: use smaller tensors or larger blocks, look for a loop that never ends, or "
+            "pass a longer timeout="
+        ) from None
+    print(ended.printed, end="")
+    if ended.answer is None:
+        how = signal.Signals(-ended.status).name if ended.status < 0 else f"exit status {ended.status}"
+        raise InterpretedKernelError(
+            f"{name} ended Triton's interpreter with {how} before it returned. After a signal, check the pointer arithmetic, "
+            f"and the masks at the edges. It said:\n{ended.complaints.strip()[-2000:]}"
+        )
+    if "error" in ended.answer:
+        raise InterpretedKernelError(**ended.answer)
+    return ended.answer["results"]
 
 
 def _for_child(value, name: str):
@@ -103,53 +111,21 @@ def _for_child(value, name: str):
     )
 
 
-def _run_child(folder: str, name: str, timeout: float) -> None:
-    """Run the job of a folder in another process; raise InterpretedKernelError, with the reason, if there is no answer."""
-    try:
-        ended = PROCESS.run(folder, timeout)
-    except TimeoutError:
-        raise InterpretedKernelError(
-            f"{name} did not finish within {timeout:g} s in Triton's interpreter, which takes about 2 ms for each "
-            "iteration of an inner loop: use smaller tensors or larger blocks, look for a loop that never ends, or "
-            "pass a longer timeout="
-        ) from None
-    if ended.printed:
-        print(ended.printed, end="")
-    if ended.status == 0 and Path(folder, "answer.pt").exists():
-        return
-    if ended.status < 0:
-        signal_name = signal.Signals(-ended.status).name
-        raise InterpretedKernelError(
-            f"{name} ended Triton's interpreter with {signal_name}. A load or store outside its tensor does that: "
-            "check the pointer arithmetic, and that every load and store at an edge has a mask."
-        )
-    raise InterpretedKernelError(
-        f"{name} ended Triton's interpreter with exit status {ended.status} before it "
-        f"returned. It said:\n{ended.complaints.strip()[-2000:]}"
-    )
-
-
 # The child ------------------------------------------------------------------------------------------------------
 
 
-def _repair() -> None:
-    importlib.import_module("utils.kernels.interpreter_repairs")
-
-
-def _load_function(job: dict, folder: str):
-    name = job["call"]
-    if job["from_source"]:
+def _load_function(name: str, source: str | None):
+    if source is not None:
         import triton
         import triton.language as tl
 
-        path = Path(folder, _STUDENT_FILE)  # Triton and tracebacks read the source from there
+        path = Path(_STUDENT_FILE).absolute()  # Triton and tracebacks read the source from there
+        path.write_text(source, encoding="utf-8")
         names = {"__name__": path.stem, "torch": torch, "triton": triton, "tl": tl}
-        exec(compile(path.read_text("utf-8"), path, "exec"), names)
-        if not callable(function := names.get(name)):
-            functions = (key for key, value in names.items() if callable(value) and not isinstance(value, type))
-            defined = ", ".join(key for key in functions if not key.startswith("_")) or "none"
-            raise NameError(f"the source defines no function {name!r}; it defines: {defined}")
-        return function
+        exec(compile(source, path, "exec"), names)
+        if name not in names:
+            raise NameError(f"the source defines no function {name!r}")
+        return names[name]
     module, _, name = name.rpartition(".")
     places = [module] if module else ["utils.kernels.gemm", "utils.kernels.gelu"]
     for place in places:
@@ -158,7 +134,7 @@ def _load_function(job: dict, folder: str):
     raise NameError(f"there is no function {name!r} in {', '.join(places)}: name it, or give the path of one in utils")
 
 
-def _in_short(error: BaseException, folder: str) -> str:
+def _in_short(error: BaseException) -> str:
     """Say what went wrong, and on which line of the kernel's source, without the frames of Triton and this module."""
     frames: list[traceback.FrameSummary] = []
     while True:
@@ -167,36 +143,38 @@ def _in_short(error: BaseException, folder: str) -> str:
             break
         error = error.__cause__  # what the kernel raised says more than what Triton wraps it in
     text = "".join(traceback.format_exception_only(error)).strip()
-    own = [x for x in frames if x.filename.startswith((folder, str(ROOT / "utils"))) and x.filename not in _MACHINERY]
+    here = os.getcwd()
+    own = [x for x in frames if x.filename.startswith((here, str(ROOT / "utils"))) and x.filename not in _MACHINERY]
     if own:
         text += f"\n  in {own[-1].name}, line {own[-1].lineno}: {own[-1].line}"
-    return text.replace(folder + os.sep, "")
+    return text.replace(here + os.sep, "")
 
 
-def _answer(folder: str) -> None:
-    """Run the job in a folder, and write its results or its error there."""
-    job = torch.load(Path(folder, "job.pt"), weights_only=True)
+def _answer(job: dict) -> dict:
+    """Return the results of a job, or its error and the case that failed."""
     results: list[torch.Tensor] = []
-    said: dict = {"results": results}
     case: int | None = None  # nothing ran yet
     try:
-        function = _load_function(job, folder)
-        for case in range(len(job["cases"])):
-            result = function(*job["cases"][case])
+        function = _load_function(job["name"], job["source"])
+        for case, arguments in enumerate(job["cases"]):  # noqa: B007 (an error names its case)
+            result = function(*arguments)
             if not isinstance(result, torch.Tensor):
-                raise TypeError(
-                    f"{job['call']} returned {type(result).__name__}, not a tensor: return the output tensor"
-                )
+                words = f"{type(result).__name__}, not a tensor: return the output tensor"
+                raise TypeError(f"{job['name']} returned {words}")
             results.append(result.detach())
     except BaseException as error:
-        said = {"error": _in_short(error, folder), "case": case}
-    torch.save(said, Path(folder, "answer.pt"))
+        return {"error": _in_short(error), "case": case}
+    return {"results": results}
 
 
 # No GPU, and one thread: the caller's threads and the interpreter's would share the cores.
 PROCESS = WarmProcess(
-    *("utils.kernels.interpreter", _repair, _answer),
-    **{"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    "utils.kernels.interpreter",
+    lambda: importlib.import_module("utils.kernels.interpreter_repairs"),
+    _answer,
+    TRITON_INTERPRET="1",
+    CUDA_VISIBLE_DEVICES="",
+    OMP_NUM_THREADS="1",
 )
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Repairs of Triton's interpreter: what it computes wrongly is put right, and what it cannot compute is refused.
 
 Each repair replaces one function of the interpreter, and gets the original as its first argument (None where there was
-none). Importing this module repairs the interpreter of this process: `utils.kernels.interpreter.repair` does so.
+none). Importing this module repairs the interpreter of this process. Triton 3.6 to 3.9 need all but the two that name a version.
 """
 
 from __future__ import annotations
@@ -28,12 +28,9 @@ def replaces(owner: object, name: str) -> Callable[[Callable], Callable]:
     return put
 
 
-# Triton 3.6 with NumPy 2.4 and later: `range` with a bound known only at run time raises a TypeError.
-
-
 @replaces(interpreter, "_patch_lang_tensor")
 def give_tensors_an_index(original, tensor, scope):
-    """Let Python use a scalar tensor as an index."""
+    """Let Python use a scalar tensor as an index; Triton 3.6 with NumPy 2.4 has no `range` to a bound known at run time."""
     original(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
@@ -48,14 +45,12 @@ def is_bf16(x) -> bool:
 
 def widen(x):
     """The values of a bf16 handle in fp32; any other handle as it is."""
-    return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32) if is_bf16(x) else x
+    return TensorHandle(torch.tensor(x.data).view(torch.bfloat16).float().numpy(), tl.float32) if is_bf16(x) else x
 
 
 def narrow(x):
     """An fp32 handle in bf16, rounded to nearest even as a GPU does."""
-    bits = np.ascontiguousarray(x.data).view(np.uint32)
-    nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return TensorHandle(np.where(np.isnan(x.data), (bits >> 16) | 0x40, nearest_even).astype(np.uint16), tl.bfloat16)
+    return TensorHandle(torch.tensor(x.data).bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
 
 
 @replaces(InterpreterBuilder, "cast_impl")
@@ -70,8 +65,8 @@ def cast_with_rounding(original, builder, source, target):
 
 @replaces(InterpreterBuilder, "get_bf16")
 def bf16_constant(original, builder, value):
-    """Make a constant in bf16, for which the interpreter has no function."""
-    return narrow(TensorHandle(np.array([value], dtype=np.float32), tl.float32))
+    """Make a constant in bf16, for which Triton before 3.9 has no function."""
+    return narrow(builder.get_fp32(value))
 
 
 @replaces(InterpreterBuilder, "create_dot")
@@ -124,26 +119,18 @@ def refuse_outside(pointers, mask, access: str) -> None:
         )
 
 
-# Without `other=`, Triton leaves the elements that a load's mask hides undefined. The interpreter puts 0 there, with which
-# a sum comes out right that is wrong on a GPU.
-
-
-def undefined(pointers) -> TensorHandle | None:
-    """NaN in the shape of the pointers; None for types without one."""
-    kind = pointers.get_element_ty()
-    if kind.scalar == tl.bfloat16:
-        return TensorHandle(np.full(pointers.data.shape, 0x7FC0, dtype=np.uint16), tl.bfloat16)
-    if kind.scalar in (tl.float16, tl.float32, tl.float64):
-        size = kind.primitive_bitwidth
-        return TensorHandle(np.full(pointers.data.shape, np.nan, dtype=f"float{size}"), kind.scalar)
-    return None
-
-
 @replaces(InterpreterBuilder, "create_masked_load")
 def load_inside(original, builder, pointers, mask, other, *rest):
-    """Refuse a load outside of the tensors; give NaN where the mask hides an element and `other` is missing."""
+    """Refuse a load outside of the tensors; give NaN where the mask hides an element and `other` is missing.
+
+    Triton leaves such an element undefined. The interpreter puts 0 there, with which a sum comes out right that is wrong on a GPU.
+    """
     refuse_outside(pointers, mask, "tl.load reads")
-    return original(builder, pointers, mask, undefined(pointers) if other is None else other, *rest)
+    kind = pointers.get_element_ty().scalar
+    if other is None and kind in (tl.bfloat16, tl.float16, tl.float32, tl.float64):
+        nan = np.uint16(0x7FC0) if kind == tl.bfloat16 else np.dtype(f"float{kind.primitive_bitwidth}").type("nan")
+        other = TensorHandle(np.full(pointers.data.shape, nan), kind)
+    return original(builder, pointers, mask, other, *rest)
 
 
 @replaces(InterpreterBuilder, "create_masked_store")

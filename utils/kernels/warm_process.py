@@ -22,20 +22,24 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from utils.files import ROOT
 
 IDLE_SECONDS = 300
-STREAMS = "printed", "complaints"  # files of a job's folder that get what it prints
+JOB, ANSWER, PRINTED, COMPLAINTS = "job.pt", "answer.pt", "printed", "complaints"  # files of a job's folder
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job's process ended: its exit status (minus the signal's number), and what it printed."""
+    """How a job's process ended: its exit status (minus the signal's number), what it printed, and its answer if it has one."""
 
     status: int
     printed: str
     complaints: str
+    answer: Any = None
 
 
 class WarmProcess:
@@ -44,37 +48,37 @@ class WarmProcess:
     Args:
         module: Name of the module that keeps this object, and calls its `serve` when it is run as a program.
         prepare: Imports the slow libraries.
-        work: Does one job, given its folder.
+        work: Returns the answer to one job. Both are dictionaries, lists, plain values and tensors.
         **variables: Environment variables of the jobs, in addition to the caller's own.
     """
 
     def __init__(
-        self, module: str, prepare: Callable[[], object], work: Callable[[str], object], **variables: str
+        self, module: str, prepare: Callable[[], object], work: Callable[[Any], Any], **variables: str
     ) -> None:
         self.module, self.prepare, self.work, self.variables = module, prepare, work, variables
         self.server: subprocess.Popen[str] | None = None
         self.owner = 0
         self._one_at_a_time = threading.Lock()
 
-    def run(self, folder: str, timeout: float) -> Ended:
-        """Run the job whose inputs are in a folder.
-
-        Args:
-            folder: The job's current folder; `work` writes its results there, or prints them.
-            timeout: Seconds, without the start of a server.
+    def run(self, job: Any, timeout: float) -> Ended:
+        """Run one job, in a folder of its own that is then deleted; timeout: seconds, without the start of a server.
 
         Raises:
             TimeoutError: The job did not end in time; its process has been killed.
         """
-        if self.variables.items() <= os.environ.items() and has_one_thread():
-            self.prepare()
-            status = self._run_fork(folder, timeout, dict(os.environ))
-        else:
-            status = self._ask_server(folder, timeout)
-        if status == -signal.SIGALRM:
-            raise TimeoutError
-        files = (Path(folder, name) for name in STREAMS)
-        return Ended(status, *(file.read_text("utf-8", errors="replace") if file.exists() else "" for file in files))
+        with tempfile.TemporaryDirectory(prefix="job-") as folder:
+            torch.save(job, Path(folder, JOB))
+            if self.variables.items() <= os.environ.items() and has_one_thread():
+                self.prepare()
+                status = self._run_fork(folder, timeout, dict(os.environ))
+            else:
+                status = self._ask_server(folder, timeout)
+            if status == -signal.SIGALRM:
+                raise TimeoutError
+            files = [Path(folder, name) for name in (PRINTED, COMPLAINTS)]
+            texts = [file.read_text("utf-8", errors="replace") if file.exists() else "" for file in files]
+            whole = status == 0 and Path(folder, ANSWER).exists()
+            return Ended(status, *texts, torch.load(Path(folder, ANSWER), weights_only=True) if whole else None)
 
     def serve(self) -> None:
         """Be the server: run each job that comes as a line of standard input, and print its exit status."""
@@ -112,7 +116,7 @@ class WarmProcess:
                 return status
             except (ValueError, BrokenPipeError):  # the server has ended
                 self._complaints.seek(0)
-                Path(folder, STREAMS[1]).write_bytes(self._complaints.read())
+                Path(folder, COMPLAINTS).write_bytes(self._complaints.read())
                 return 1
             except BaseException:  # too late, or an interrupt of the caller: what the job has started ends, too
                 os.killpg(self.server.pid, signal.SIGKILL)
@@ -129,14 +133,14 @@ class WarmProcess:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, timeout)
             os.chdir(folder)
-            for number, name in enumerate((os.devnull, *STREAMS)):
+            for number, name in enumerate((os.devnull, PRINTED, COMPLAINTS)):
                 os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a descriptor of the parent's is no business of a kernel's
             # The parent's streams may be a notebook's or a test's.
             sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
             os.environ.clear()
             os.environ.update(environment)
-            self.work(folder)
+            torch.save(self.work(torch.load(JOB, weights_only=True)), ANSWER)
             status = 0
         except BaseException:
             traceback.print_exc()

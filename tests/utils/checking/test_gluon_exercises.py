@@ -112,7 +112,7 @@ def test_the_compiler_points_at_the_line_inside_of_a_partition():
 
 
 def test_a_child_that_takes_too_long_is_a_message(monkeypatch):
-    monkeypatch.setattr(compiling.PROCESS, "work", lambda folder: time.sleep(60))
+    monkeypatch.setattr(compiling.PROCESS, "work", lambda request: time.sleep(60))
     monkeypatch.setattr(warm_process, "has_one_thread", lambda: True)
     monkeypatch.setattr(exercises, "COMPILE_SECONDS", 0.2)
     with pytest.raises(AssertionError, match="did not finish within 0 s"):
