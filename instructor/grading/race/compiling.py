@@ -124,24 +124,13 @@ def compile_text(source: str, shape: Shape = LONG) -> Kernel:
         Path(folder, "request.json").write_text(json.dumps({"source": source, "shape": asdict(shape)}))
         kept = ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "TRITON_PTXAS_PATH", "LANG", "PYTHONPATH")
         environment = {name: os.environ[name] for name in kept if name in os.environ}
-        environment |= {
-            "HOME": folder,
-            "TMPDIR": folder,
-            "TRITON_CACHE_DIR": f"{folder}/triton",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        environment |= {"HOME": folder, "TMPDIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "instructor.grading.race.compiling", folder]
         try:
             ended = subprocess.run(
-                command,
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=COMPILE_SECONDS,
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=COMPILE_SECONDS
             )
         except subprocess.TimeoutExpired:
             raise Refused(f"{FILE} did not compile within {COMPILE_SECONDS:.0f} s.") from None
