@@ -37,11 +37,9 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 class InterpretedKernelError(RuntimeError):
-    """A kernel failed in the interpreter; `case` is the index of the failing input."""
+    """A kernel failed in the interpreter; `case` is the index of the failing input, where it is known."""
 
-    def __init__(self, error: str, case: int | None = None):
-        super().__init__(error)
-        self.case = case
+    case: int | None = None  # also while an answer is graded, where an error travels as its class and its words
 
 
 def run_interpreted(function_name: str, *args, timeout: float = 60) -> torch.Tensor:
@@ -91,7 +89,9 @@ def run_interpreted_cases(
             f"and the masks at the edges. It said:\n{ended.complaints.strip()[-2000:]}"
         )
     if "error" in ended.answer:
-        raise InterpretedKernelError(**ended.answer)
+        error = InterpretedKernelError(ended.answer["error"])
+        error.case = ended.answer["case"]
+        raise error
     return ended.answer["results"]
 
 

@@ -55,12 +55,10 @@ def narrow(x):
 
 @replaces(InterpreterBuilder, "cast_impl")
 def cast_with_rounding(original, builder, source, target):
-    """Convert between fp32 and bf16; the original truncates."""
-    if is_bf16(source) and target.scalar == tl.float32:
-        return widen(source)
-    if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
-        return narrow(source)
-    return original(builder, source, target)
+    """Convert to and from bf16 by way of fp32; the original truncates fp32, and takes other numbers for bit patterns."""
+    if target.scalar == tl.bfloat16:
+        return narrow(original(builder, widen(source), tl.float32))
+    return original(builder, widen(source), target)
 
 
 @replaces(InterpreterBuilder, "get_bf16")
