@@ -93,7 +93,7 @@ class Request:
 
 
 class CompilerRefusal(Exception):
-    """The compiler refuses a kernel; the message is what it wrote to stderr."""
+    """The compiler refuses a kernel; the message is what it wrote."""
 
 
 def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 120.0) -> Compiled | None:
@@ -110,7 +110,7 @@ def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 1
     path = write_source(request.source, request.file)
     ended = PROCESS.run({"path": str(path), **asdict(request), "figures": figures}, timeout)
     if ended.status:
-        raise CompilerRefusal(ended.complaints)
+        raise CompilerRefusal(ended.words)
     return Compiled(**ended.answer) if figures else None
 
 
@@ -136,7 +136,7 @@ def answer(request: dict) -> dict | None:
     counts = {what: read.count(pattern) for what, pattern in INSTRUCTIONS.items()}
     lines = {
         "PTX": _by_line(read.ptx, request["file"], READABLE["PTX"]),
-        "SASS": _by_line(offline.disassemble(built, lines=True), request["file"], READABLE["SASS"]),
+        "SASS": _by_line(offline.disassemble(built.asm["cubin"], "-g"), request["file"], READABLE["SASS"]),
     }
     numbers = read.shared_bytes, read.registers, read.spill_bytes
     return asdict(Compiled(read.name, counts, *numbers, lines, read.columns))

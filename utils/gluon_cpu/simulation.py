@@ -50,6 +50,7 @@ class Run:
         recorded: how many programs the timeline has.
         ends: number of events up to the end of each recorded program.
         waiting: programs of the launch that have not begun; one that runs may take them over.
+        longest: the length of the longest arange.
     """
 
     seed: int | None
@@ -66,6 +67,7 @@ class Run:
     recorded: int = 0
     ends: list[int] = field(default_factory=list)
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)
+    longest: int = 0
 
     @property
     def ok(self) -> bool:
@@ -221,20 +223,20 @@ def simulate(
     """
     check_version()
     from triton.experimental.gluon._runtime import GluonJITFunction
+    from triton.runtime.jit import JITFunction
 
     run = Run(seed, stop_at_first, int(timeline), max_steps, max_seconds, model or CostModel())
 
     def launch(kernel, *args, grid, warmup=False, **options):
         run.launch(kernel, args, grid, options)
 
-    before = vars(GluonJITFunction).get("run")  # None where the class inherits it
-    GluonJITFunction.run = launch
+    before = {kind: vars(kind)["run"] for kind in (JITFunction, GluonJITFunction) if "run" in vars(kind)}
+    for kind in before:  # either of them may inherit it
+        kind.run = launch
     numpy_errors = np.geterr()
     try:
         yield run
     finally:
         np.seterr(**numpy_errors)
-        if before is None:
-            del GluonJITFunction.run
-        else:
-            GluonJITFunction.run = before
+        for kind, own in before.items():
+            kind.run = own

@@ -16,7 +16,7 @@ transposed matrix) is handled where it lies. One with gaps or overlaps, such as 
 copies first: one more kernel and up to 2 n e bytes, which a profile shows.
 
 The fused versions compute in fp32 and round once; gelu_unfused rounds to its dtype at each step. gelu_triton computes forward
-only. On a CPU it runs through Triton's interpreter: `run_interpreted("gelu_triton", x)` in `utils.kernels.interpreter`.
+only. On a CPU it runs in the simulator: `with simulate(): gelu_triton(x)`, from `utils.gluon_cpu`.
 """
 
 from __future__ import annotations

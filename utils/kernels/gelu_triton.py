@@ -22,5 +22,5 @@ def gelu_kernel(x, y, count, BLOCK: tl.constexpr):
 
 def launch(x, y) -> None:
     """Compute y = gelu(x) over the elements as they lie in memory: both dense, with the same strides."""
-    block = 1024 if x.is_cuda else 1 << 16  # the interpreter pays by the program, not by the element
+    block = 1024 if x.is_cuda else 1 << 16  # the simulator pays by the program, not by the element
     gelu_kernel[(triton.cdiv(x.numel(), block),)](x, y, x.numel(), BLOCK=block)

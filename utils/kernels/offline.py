@@ -79,16 +79,15 @@ def compile_gluon(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, **options})
 
 
-def disassemble(compiled, lines: bool = False) -> str:
-    """Return the SASS of a compiled kernel; with `lines`, comments name the lines of source that it comes from."""
+def disassemble(cubin: bytes, *options: str) -> str:
+    """Return the SASS of machine code; with the option -g, comments name the lines of source that it comes from."""
     import triton
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        program = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-        command = [program, *(["-g"] if lines else []), "-c", cubin.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        program = str(Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm")
+        return subprocess.run([program, *options, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def read_assembly(compiled, name: str) -> Assembly:
@@ -108,7 +107,7 @@ def read_assembly(compiled, name: str) -> Assembly:
     return Assembly(
         name,
         compiled.asm["ptx"],
-        disassemble(compiled),
+        disassemble(compiled.asm["cubin"]),
         compiled.metadata.shared,
         total(r"Used (\d+) registers"),
         total(r"(\d+) bytes spill (?:stores|loads)"),
@@ -136,6 +135,6 @@ def unused_barriers(ttgir: str) -> tuple[str, ...]:
                 names.add(part[1])
             elif "ttng.init_barrier" not in line:
                 del unused[array]
-        if array := re.match(rf"\s*({value}) = ttg\.local_alloc .*memdesc<[\dx]*xi64", line):
-            unused[array[1]] = {array[1]}
+        if found := re.match(rf"\s*({value}) = ttg\.local_alloc .*memdesc<[\dx]*xi64", line):
+            unused[found[1]] = {found[1]}
     return tuple(unused)

@@ -1,12 +1,11 @@
 """A process that has imported slow libraries once, and forks a fresh child for each job.
 
-Importing torch and Triton takes two to seven seconds; interpreting or compiling a small kernel takes a fraction of a
-second. So the first job of a program starts a server process that imports both, runs no kernel itself, and forks a child
+Importing torch and Triton takes two to seven seconds; compiling a small kernel takes a fraction of a second. So the first job of a program starts a server process that imports both, runs no kernel itself, and forks a child
 for each job. A kernel then finds nothing that an earlier kernel left behind, and whatever it does to its process ends
 with the job. The server ends when its program ends, or after five minutes without a job; the next job then starts
 another server.
 
-A process that has one thread and already the environment of the jobs forks the child itself: the grader's processes do.
+A process that has one thread forks the child itself, which is safe then: the grader's processes do.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import torch
 from utils.files import ROOT
 
 IDLE_SECONDS = 300
-JOB, ANSWER, PRINTED, COMPLAINTS = "job.pt", "answer.pt", "printed", "complaints"  # files of a job's folder
+JOB, ANSWER, WORDS = "job.pt", "answer.pt", "words.txt"  # files of a job's folder
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,8 @@ class Ended:
     """How a job's process ended: its exit status (minus the signal's number), what it printed, and its answer if it has one."""
 
     status: int
-    printed: str
-    complaints: str
-    answer: Any = None
+    words: str
+    answer: Any
 
 
 class WarmProcess:
@@ -49,13 +47,10 @@ class WarmProcess:
         module: Name of the module that keeps this object, and calls its `serve` when it is run as a program.
         prepare: Imports the slow libraries.
         work: Returns the answer to one job. Both are dictionaries, lists, plain values and tensors.
-        **variables: Environment variables of the jobs, in addition to the caller's own.
     """
 
-    def __init__(
-        self, module: str, prepare: Callable[[], object], work: Callable[[Any], Any], **variables: str
-    ) -> None:
-        self.module, self.prepare, self.work, self.variables = module, prepare, work, variables
+    def __init__(self, module: str, prepare: Callable[[], object], work: Callable[[Any], Any]) -> None:
+        self.module, self.prepare, self.work = module, prepare, work
         self.server: subprocess.Popen[str] | None = None
         self.owner = 0
         self._one_at_a_time = threading.Lock()
@@ -68,17 +63,17 @@ class WarmProcess:
         """
         with tempfile.TemporaryDirectory(prefix="job-") as folder:
             torch.save(job, Path(folder, JOB))
-            if self.variables.items() <= os.environ.items() and has_one_thread():
+            if has_one_thread():
                 self.prepare()
                 status = self._run_fork(folder, timeout, dict(os.environ))
             else:
                 status = self._ask_server(folder, timeout)
             if status == -signal.SIGALRM:
                 raise TimeoutError
-            files = [Path(folder, name) for name in (PRINTED, COMPLAINTS)]
-            texts = [file.read_text("utf-8", errors="replace") if file.exists() else "" for file in files]
+            words = Path(folder, WORDS)
             whole = status == 0 and Path(folder, ANSWER).exists()
-            return Ended(status, *texts, torch.load(Path(folder, ANSWER), weights_only=True) if whole else None)
+            answer = torch.load(Path(folder, ANSWER), weights_only=True) if whole else None
+            return Ended(status, words.read_text("utf-8", errors="replace") if words.exists() else "", answer)
 
     def serve(self) -> None:
         """Be the server: run each job that comes as a line of standard input, and print its exit status."""
@@ -93,7 +88,7 @@ class WarmProcess:
 
     def _ask_server(self, folder: str, timeout: float) -> int:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self.variables}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         with self._one_at_a_time:
             # A server may have been idle for too long; and a fork of this process must not write into its parent's pipe.
             if self.server is None or self.owner != os.getpid() or self.server.poll() is not None:
@@ -116,7 +111,7 @@ class WarmProcess:
                 return status
             except (ValueError, BrokenPipeError):  # the server has ended
                 self._complaints.seek(0)
-                Path(folder, COMPLAINTS).write_bytes(self._complaints.read())
+                Path(folder, WORDS).write_bytes(self._complaints.read())
                 return 1
             except BaseException:  # too late, or an interrupt of the caller: what the job has started ends, too
                 os.killpg(self.server.pid, signal.SIGKILL)
@@ -133,8 +128,9 @@ class WarmProcess:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, timeout)
             os.chdir(folder)
-            for number, name in enumerate((os.devnull, PRINTED, COMPLAINTS)):
-                os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
+            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+            os.dup2(os.open(WORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+            os.dup2(1, 2)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a descriptor of the parent's is no business of a kernel's
             # The parent's streams may be a notebook's or a test's.
             sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))

@@ -168,11 +168,7 @@ def read_machine_code(facts: dict, cubin: bytes) -> Kernel:
 
 def opcodes(cubin: bytes) -> set[str]:
     """Return the instructions of a machine code by name, without their modifiers."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        text = offline._tool("nvdisasm", "-c", path).stdout
-    found = set(_OPCODE.findall(text))
+    found = set(_OPCODE.findall(offline.disassemble(cubin)))
     if "EXIT" not in found:
         raise Refused("the kernel's machine code cannot be read.")
     return found
