@@ -15,7 +15,6 @@ from . import context, layouts
 from .context import refuse
 from .dtypes import HELD_WIDER, TORCH, from_bits, is_int, numpy_type, round_to, to_bits
 from .known import constant, known, number
-from .memory import UPDATES
 from .tensors import Shape, Tensor, broadcast_layout, to_tensor
 
 
@@ -203,6 +202,8 @@ def _combine(what: str, update, pointer, mask, *operands) -> Tensor:
     return Tensor(old if old.ndim else old.item(), dtype, layout)
 
 
+UPDATES = {"add": np.add, "max": np.maximum, "min": np.minimum, "xchg": lambda old, new: new}
+UPDATES |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 for _name, _update in UPDATES.items():
     known(f"atomic_{_name}")(
         lambda pointer, val, mask=None, sem=None, scope=None, what=f"gl.atomic_{_name}", update=_update: _combine(

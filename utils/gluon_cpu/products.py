@@ -14,11 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from . import context, layouts
+from .accesses import access
 from .barriers import is_true
 from .context import refuse, report
 from .dtypes import FP8_LARGEST, is_int, round_to
 from .known import constant, known
-from .memory import MemDesc, access
+from .memory import MemDesc
 from .reports import Site
 from .tensors import Tensor
 
