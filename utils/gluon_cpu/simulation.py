@@ -209,7 +209,7 @@ def simulate(
     max_seconds: float = 300.0,
     model: CostModel | None = None,
 ) -> Iterator[Run]:
-    """Run the Gluon kernels that are launched inside on the CPU, and check them.
+    """Run the Gluon and Triton kernels that are launched inside on the CPU, and check them.
 
     `@simulate()` does so for a whole function.
 
@@ -222,7 +222,6 @@ def simulate(
         model: rates of the hardware's units; by default those of an H100's or H200's data sheet.
     """
     check_version()
-    from triton.experimental.gluon._runtime import GluonJITFunction
     from triton.runtime.jit import JITFunction
 
     run = Run(seed, stop_at_first, int(timeline), max_steps, max_seconds, model or CostModel())
@@ -230,13 +229,10 @@ def simulate(
     def launch(kernel, *args, grid, warmup=False, **options):
         run.launch(kernel, args, grid, options)
 
-    before = {kind: vars(kind)["run"] for kind in (JITFunction, GluonJITFunction) if "run" in vars(kind)}
-    for kind in before:  # either of them may inherit it
-        kind.run = launch
-    numpy_errors = np.geterr()
+    before, numpy_errors = JITFunction.run, np.geterr()
+    JITFunction.run = launch  # also of Gluon's kernels, which inherit it
     try:
         yield run
     finally:
         np.seterr(**numpy_errors)
-        for kind, own in before.items():
-            kind.run = own
+        JITFunction.run = before
