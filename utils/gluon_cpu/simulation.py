@@ -51,6 +51,7 @@ class Run:
         ends: number of events up to the end of each recorded program.
         waiting: programs of the launch that have not begun; one that runs may take them over.
         longest: the length of the longest arange.
+        gluon: whether the kernel that was launched last is in Gluon, or in plain Triton.
     """
 
     seed: int | None
@@ -68,6 +69,7 @@ class Run:
     ends: list[int] = field(default_factory=list)
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)
     longest: int = 0
+    gluon: bool = True
 
     @property
     def ok(self) -> bool:
@@ -112,6 +114,7 @@ class Run:
         constant = {p.name for p in kernel.params if p.is_constexpr}
         arguments = {name: value if name in constant else _argument(value, name) for name, value in values.items()}
         self.launches += 1
+        self.gluon = kernel.is_gluon()
         deadline = time.monotonic() + self.max_seconds
         np.seterr(all="ignore")  # a GPU overflows to infinity without a word; simulate() sets it back
         self.waiting = deque((x, y, z) for z, y, x in itertools.product(*(range(g) for g in grid[::-1])))

@@ -7,8 +7,9 @@ pytest.importorskip("triton", reason="the simulator needs Triton for the languag
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
 
-from utils.gluon_cpu import GlobalMemoryError, KernelError, UnknownOperationError, simulate
+from utils.gluon_cpu import GlobalMemoryError, KernelError, LayoutError, UnknownOperationError, simulate
 
 
 @triton.jit
@@ -35,6 +36,12 @@ def product(a, b, c, K, BLOCK: tl.constexpr):
         y = tl.load(b + (k + i[:, None]) * BLOCK + i[None, :])
         total = tl.dot(x, tl.trans(tl.trans(y)), total)
     tl.store(c + i[:, None] * BLOCK + i[None, :], total.to(c.dtype.element_ty))
+
+
+@gluon.jit
+def no_dimension_in_front(y, BLOCK: tl.constexpr):
+    """As in `product`, but Gluon adds no dimension in front, whatever the layouts."""
+    tl.store(y + tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK), 1.0)
 
 
 @triton.jit
@@ -78,3 +85,5 @@ def test_what_a_mask_hides_is_undefined_and_what_lies_outside_is_refused():
         part[(1,)](x, y, 12, BLOCK=16)
     with simulate(), pytest.raises(UnknownOperationError, match=r"make_block_ptr.*by addresses"):
         by_block_pointer[(1,)](x, y, BLOCK=8)
+    with simulate(), pytest.raises(LayoutError, match="different ranks"):
+        no_dimension_in_front[(1,)](torch.empty(8, 8), BLOCK=8)
