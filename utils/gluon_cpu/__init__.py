@@ -1,7 +1,7 @@
-"""Run Gluon kernels on a CPU, as a teacher: what they compute, when they deadlock, where they race.
+"""Run Gluon and Triton kernels on a CPU, as a teacher: what they compute, when they deadlock, where they race.
 
     with gluon_cpu.simulate(timeline=True) as run:
-        kernel[grid](a, b, c, num_warps=4)      # the unchanged @gluon.jit kernel, CPU tensors
+        kernel[grid](a, b, c, num_warps=4)      # the unchanged kernel, CPU tensors
     run.events, run.plot()
 
 How it works:

@@ -120,7 +120,7 @@ def load(
     eviction_policy="",
     volatile=False,
 ):
-    """Load elements by their addresses; masked ones are `other`, or zero."""
+    """Load elements by their addresses; masked ones are `other`, or NaN, because a GPU leaves them undefined."""
     offsets, keep, layout = addresses(pointer, mask, "gl.load")
     program = context.program()
     dtype = pointer.dtype.element_ty
@@ -132,6 +132,8 @@ def load(
         if not keep.all():
             wide = np.asarray(other.data, dtype=np.int64 if is_int(dtype) else np.float64)
             values = np.where(keep, values, round_to(wide, dtype))
+    elif not is_int(dtype) and not keep.all():
+        values = np.where(keep, values, np.asarray(np.nan, values.dtype))
     _spend(program.model.global_latency, "load", pointer, offsets, keep, layout)
     return Tensor(values if values.ndim else values.item(), dtype, layout)
 

@@ -219,6 +219,8 @@ TABLE |= {
     abs: lambda x: meaning("abs")(x),
     isinstance: is_instance,
     gl.static_range: _static_range,
+    tl.static_range: _static_range,
+    tl.range: lambda *bounds, **hints: _range(*bounds),
     gl.constexpr: unwrap,
     tl.constexpr: unwrap,
     gl.tensor: lambda handle, type=None: finished_tensor(handle),  # in a builtin of a kernel's author

@@ -304,7 +304,7 @@ class Gelu(Versions):
     sides: Mapping[str, str] = {"baseline": "gelu_unfused, nine kernels", "optimized": "the version of --kernel"}
     arguments = ("x=randn(elements, dtype)",)
     versions: Mapping[str, tuple[Callable, str]] = {
-        "gelu_unfused": (gelu._by_hand, "tanh"),
+        "gelu_unfused": (gelu.gelu_unfused, "tanh"),
         "gelu_torch": (gelu.VERSIONS["gelu_torch"], "(?i)gelu"),
         "gelu_triton": (gelu.VERSIONS["gelu_triton"], "^gelu_kernel"),
     }
