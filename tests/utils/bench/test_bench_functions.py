@@ -106,7 +106,6 @@ def test_what_a_function_was_compared_with_is_said():
         (["mine:fused", "--input", "x"], "write it as"),
         ([SDPA, "--input", "x=randn(4)"], "module:function"),
         ([SDPA, "--sweep", "seq_length=16,32"], "No such option '--seq-length'"),
-        ([SDPA, "--discard", "slow"], "'outliers' and 'throttled'"),
     ],
 )
 def test_bad_input_is_one_line(folder, words, said):
