@@ -1,8 +1,8 @@
 """A process that has imported slow libraries once, and forks a fresh child for each job.
 
-Importing torch and Triton takes two to seven seconds; compiling a small kernel takes a fraction of a second. So the first job of a program starts a server process that imports both, runs no kernel itself, and forks a child
-for each job. A kernel then finds nothing that an earlier kernel left behind, and whatever it does to its process ends
-with the job. The server ends when its program ends, or after five minutes without a job; the next job then starts
+Importing torch and Triton takes two to seven seconds; compiling a small kernel takes a fraction of a second. So the first
+job of a program starts a server process that imports both, and forks a child for each job. What a job does to its process
+ends with the job. The server ends when its program ends, or after five minutes without a job; the next job then starts
 another server.
 
 A process that has one thread forks the child itself, which is safe then: the grader's processes do.

@@ -37,7 +37,7 @@ def run_cases(
             if run.longest > most:
                 raise ValueError(f"a block of {run.longest}, and the largest here has {most}: work block by block")
             results[name] = output, [sum(event.kind == "dot" for event in events) for events in run.programs()]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         report = getattr(error, "report", None)  # the simulator's
         words = describe(report).replace("gl.", "tl.") if report else f"{type(error).__name__}: {error}"
         raise AssertionError(f"the kernel failed{place}: {words}") from None
