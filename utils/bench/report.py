@@ -30,7 +30,7 @@ def _row(case: dict, side: str) -> dict:
     row["ran"] = case["ran"].get(side, {}).get("provider")
     if (measured := res.measured(case, side)) is not None:
         low, high = measured.interval_ms
-        row |= {name: getattr(measured, name) for name in (*STATISTICS, "roof_share")}
+        row |= {name: getattr(measured, name) for name in STATISTICS}
         row |= {"low_ms": low, "high_ms": high, "samples": len(measured.samples_ms)}
         row |= {name: measured.method.get(name) for name in ("outliers", "throttled", "discarded")}
         if "heads" in work:

@@ -9,9 +9,9 @@ from typing import Any, Self
 import numpy as np
 
 from utils.benchmark import intervals as stats
-from utils.machine.environment import HARMLESS_REASONS
+from utils.machine.environment import held_back
 
-STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s")
+STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s", "roof_share")
 
 
 def _statistic(of: Callable[[Any], Any], meaning: str) -> property:
@@ -29,8 +29,7 @@ class Measurement:
     flops: float | None = None  # FLOPs of one call
     bytes: float | None = None  # bytes one call reads and writes
     dtype: str | None = None
-    roof_share: float | None = None  # time at the roof / median time; above 1 the counts are probably wrong
-    roof: dict | None = None  # the roofs behind roof_share
+    roof: dict | None = None  # the peaks behind roof_share
     method: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
 
@@ -51,6 +50,15 @@ class Measurement:
     def gb_s(self) -> float | None:
         """GB/s (1e9 bytes) at the median time; None without a byte count."""
         return None if self.bytes is None else self.bytes / (self.median_ms * 1e6)
+
+    @property
+    def roof_share(self) -> float | None:
+        """Time at the nearer roof / median time; above 1 the counts are probably wrong. None without roofs."""
+        if self.roof is None or not self.median_ms:
+            return None
+        compute_ms = self.flops / (self.roof["tflops"] * 1e9) if self.flops else 0.0
+        memory_ms = self.bytes / (self.roof["memory_bandwidth_tb_s"] * 1e9) if self.bytes else 0.0
+        return max(compute_ms, memory_ms) / self.median_ms
 
     @property
     def over_roof(self) -> bool:
@@ -82,8 +90,7 @@ class Measurement:
             found.append(
                 f"as short as an empty call, which takes {format_ms(method['floor_ms'])} here: give the function more work"
             )
-        held = set((method.get("gpu_after") or {}).get("throttle_reasons") or ()) - HARMLESS_REASONS
-        if held:
+        if held := held_back(method.get("gpu_after")):
             found.append(f"clocks were held back after the timing: {', '.join(sorted(held))}")
         return found
 
@@ -95,11 +102,6 @@ class Measurement:
     @classmethod
     def from_dict(cls, record: dict) -> Self:
         """Return the measurement that `to_dict` wrote; the statistics are computed again from the samples."""
-        missing = {"samples_ms", "interval_ms"} - set(record)
-        if missing:
-            raise ValueError(
-                f"this is not a measurement: {', '.join(sorted(missing))} missing; write it with to_dict()."
-            )
         fields = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
         fields["samples_ms"] = tuple(float(value) for value in record["samples_ms"])
         fields["interval_ms"] = tuple(float(value) for value in record["interval_ms"])
@@ -145,7 +147,6 @@ class Comparison:
     a: Measurement
     b: Measurement
     same_within: float = 0.01
-    method: dict = field(default_factory=dict)
 
     def sentence(self) -> str:
         """Return the verdict in words."""
