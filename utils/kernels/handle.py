@@ -28,8 +28,7 @@ _empty_strided = torch._C._dynamo.guards._empty_strided_cuda
 KEPT: Newest[tuple, Any] = Newest(4096)
 _BOUND: Newest[tuple, list] = Newest(4096)  # packed launches, by handles, stream and addresses
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has not used CUDA before
-# CUlaunchAttributeID: what a launch may have beside its grid.
-_CLUSTER, _CLUSTER_POLICY, _EARLY = 4, 5, 6
+_CLUSTER, _CLUSTER_POLICY, _EARLY = 4, 5, 6  # CUlaunchAttributeID
 _TMA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.([busf])(\d+)[^,\[\n]*(?:\[(\d+)\])?")
 
