@@ -29,7 +29,7 @@ from collections.abc import Callable
 
 import torch
 
-from utils.kernels.handle import KEPT, layout, observed
+from utils.kernels.handle import KEPT, layout, needs_grad, observed
 from utils.machine.device import gluon_support, triton_support
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -61,7 +61,7 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     TMA copies A and B, so their rows (columns, where column-major) must start at multiples of 16 bytes.
     """
     name = "gemm_warp_specialized"
-    key = () if observed(a, b) else (name, *layout(a, b))
+    key = () if observed(a, b) or needs_grad(a, b) else (name, *layout(a, b))
     # Operands of these shapes, strides and types were checked before, and their launch was kept.
     kept = KEPT.get(key)
     if kept is not None and (a.data_ptr() | b.data_ptr()) % 16 == 0:

@@ -2,24 +2,48 @@
 
 `kernel[grid](...)` binds the arguments to parameters, looks at each for what the kernel is specialized on, looks the
 kernel up by a long string, and encodes each TMA descriptor. None of that changes from call to call as long as shapes,
-strides and alignment stay the same. A `Handle` keeps what came out of it, and takes only the tensors. `KEPT` holds what
-was decided and launched before, by the `layout` of the tensors.
+strides and alignment stay the same. A `Handle` packs the parameters once, as the kernel's PTX declares them, and keeps
+them by the addresses of the tensors. A training's steps get the same addresses again from torch's allocator; then a
+launch is one call of the CUDA driver. `KEPT` holds what was decided and launched before, by the `layout` of the tensors.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import inspect
-import types
+import ctypes
+import functools
+import re
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_compiling
 
 from utils.newest import Newest
 
+_PLAIN = torch.Tensor, torch.nn.Parameter
+_empty_strided = torch._C._dynamo.guards._empty_strided_cuda
 KEPT: Newest[tuple, Any] = Newest(4096)
+_BOUND: Newest[tuple, list] = Newest(4096)  # packed launches, by handles, stream and addresses
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has not used CUDA before
+_CLUSTER, _CLUSTER_POLICY, _EARLY = 4, 5, 6  # CUlaunchAttributeID
+_TMA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.([busf])(\d+)[^,\[\n]*(?:\[(\d+)\])?")
+
+
+@functools.cache
+def _driver() -> Any:
+    driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p
+    driver.cuTensorMapEncodeTiled.argtypes = [address, ctypes.c_int, ctypes.c_uint, *[address] * 5, *[ctypes.c_int] * 4]
+    driver.cuTensorMapReplaceAddress.argtypes = [address, address]
+    return driver
+
+
+def _check(result: int) -> None:
+    if result:
+        raise RuntimeError(f"The CUDA driver refuses a launch: error {result} of CUresult.")
 
 
 def layout(*tensors: torch.Tensor) -> tuple:
@@ -27,74 +51,40 @@ def layout(*tensors: torch.Tensor) -> tuple:
     return tuple([(x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
-class Map:
-    """What Triton's launcher reads of a TMA descriptor; made at each launch, since Triton's own class takes longer."""
-
-    __slots__ = ("base", "shape", "strides")
-    padding, round_f32_to_tf32 = "zero", False
-
-    def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int]):
-        self.base, self.shape, self.strides = base, shape, strides
+def form(*tensors: torch.Tensor) -> list[tuple]:
+    """Return what `empty` makes such tensors of."""
+    return [(tuple(x.shape), x.stride(), x.dtype) for x in tensors]
 
 
-class _Direct:
-    """The C function behind Triton's launcher, with the arguments of a launch: stream, pointers and descriptors change.
+def empty(forms: Sequence[tuple], index: int) -> list[torch.Tensor]:
+    """Make tensors on a GPU as the code that inductor writes does: without torch's dispatcher, in a third of the time."""
+    if torch._C._cuda_getDevice() != index:
+        with torch.cuda.device(index):
+            return empty(forms, index)
+    return [_empty_strided(*x) for x in forms]
 
-    Triton's launcher encodes every TMA descriptor at every launch, which takes longer than the launch itself. Here a
-    descriptor is kept by the address that it holds; the rest of it is the same for all launches of a handle.
-    """
 
-    def __init__(self, launcher: Any, before: tuple, tensors: Sequence[torch.Tensor], maps: list, rest: tuple):
-        """Find out what Triton's launcher gives to the C function, by running it with a function that only listens.
+def parameters(ptx: str) -> list[tuple[str, int]]:
+    """Return kind and bytes of each parameter that a kernel declares."""
+    head = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))]
+    return [(kind, int(bits) // 8 * int(number or 1)) for kind, bits, number in _PARAMETER.findall(head)]
 
-        Args:
-            launcher: the compiled kernel's own.
-            before: its arguments up to the kernel's: grid, stream, function, metadata and hooks.
-            tensors: of a launch, each the base of a descriptor, or passed as a pointer.
-            maps: (shape, strides) of each tensor that is passed in a descriptor, else None.
-            rest: the kernel's other arguments.
-        """
-        given: list = []
-        marks = [Map(x, *kept) if kept else object() for x, kept in zip(tensors, maps, strict=True)]
-        wrapper, listening = launcher.launch, copy.copy(launcher)
-        listening.launch = lambda *arguments: given.extend(arguments)
-        listening(*before, *marks, *rest)
-        # Triton 3.7 passes the kernel's own arguments as one list, versions before it one by one.
-        flat = marks[0] in given
-        inner = given if flat else list(given[-1])
-        self.outer = None if flat else given
-        self.launch, of_map = wrapper, iter(())
-        if any(maps):  # a function that makes descriptors is around the C function
-            around = inspect.getclosurevars(wrapper).nonlocals
-            self.launch, of_map = around["launcher"], iter(around["tensordesc_meta"])
-            self.describe = wrapper.__globals__["make_tensordesc_arg"]
-        first = inner.index(marks[0])
-        self.arguments = inner[:first]
-        self.places: list[tuple] = []  # (where the argument stands, None or how its descriptor is made)
-        for mark, kept in zip(marks, maps, strict=True):
-            description = ({}, *kept, next(of_map)) if kept else None
-            self.places.append((len(self.arguments), description))
-            self.arguments += self.describe(mark, description[-1]) if description else [mark]
-        self.arguments += inner[first + len(marks) :]
 
-    def bind(self, stream: int, tensors: Sequence[torch.Tensor]) -> Sequence:
-        """Return what `launch` gets for these tensors."""
-        arguments = self.arguments.copy()
-        for x, (place, description) in zip(tensors, self.places, strict=True):
-            address = x.data_ptr()
-            if description is None:
-                arguments[place] = address
-                continue
-            known, shape, strides, metadata = description
-            if (descriptor := known.get(address)) is None:
-                if len(known) == 1024:
-                    known.clear()
-                descriptor = known[address] = self.describe(Map(x, shape, strides), metadata)[0]
-            arguments[place] = descriptor
-        if self.outer is None:
-            arguments[3] = stream
-            return arguments
-        return *self.outer[:3], stream, *self.outer[4:-1], arguments
+def _describe(place: int, described: Any, metadata: dict) -> None:
+    """Write the TMA descriptor of a tensor into memory, as Triton does: from Triton's descriptor, and what it compiled for it."""
+    rank, size = len(described.shape), described.base.element_size()
+    numbers = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    dims, steps = numbers[0](*described.shape[::-1]), numbers[1](*[1] * rank)
+    strides, box = numbers[0](*[size * n for n in described.strides[-2::-1]]), numbers[1](*metadata["block_size"][::-1])
+    before = place, _TMA_TYPES[described.base.dtype], rank, described.base.data_ptr()
+    # No interleaving; 128 bytes into the L2; zeros where the tensor ends.
+    _check(_driver().cuTensorMapEncodeTiled(*before, dims, strides, box, steps, 0, metadata["swizzle"], 2, 0))
+
+
+def _memory(size: int) -> tuple[Any, int]:
+    """Return memory and where it begins at a multiple of 128 bytes, as a descriptor has to."""
+    memory = ctypes.create_string_buffer(size + 128)
+    return memory, -(-ctypes.addressof(memory) // 128) * 128
 
 
 class Handle:
@@ -108,6 +98,7 @@ class Handle:
         rest: Sequence[Any],
         index: int,
         cluster: int = 1,
+        places: Sequence[tuple[int, int]] = (),
     ):
         """Keep a launch.
 
@@ -118,96 +109,107 @@ class Handle:
             rest: the other arguments in the kernel's order, constants too. Tensors among them are kept alive.
             index: the CUDA device.
             cluster: blocks of a cluster; with more than one the grid counts clusters in its first direction.
+            places: where the leading tensors begin: number among the addresses of a launch, bytes behind that address;
+                by default each has an address of its own.
         """
-        from triton import knobs
-        from triton.runtime import driver
+        places = places or [(i, 0) for i in range(len(leading))]
+        self.index, self.kept = index, [compiled, *(x for x in rest if isinstance(x, torch.Tensor))]
+        metadata, declared = compiled.metadata, parameters(compiled.asm["ptx"])
+        (x, y, z), boxes = (*grid, 1, 1)[:3], iter(getattr(metadata, "tensordesc_meta", None) or ())
+        values: list = []  # of the parameters: a number, or where a tensor begins
+        for i, (kind, value) in enumerate(zip(compiled.src.signature.values(), (*leading, *rest), strict=True)):
+            if kind.startswith("tensordesc"):
+                values += [(places[i], value, next(boxes)), *value.shape, *value.strides]
+            elif kind != "constexpr":
+                values.append((places[i], None, None) if i < len(leading) else value)
+        scratch = metadata.global_scratch_size, metadata.profile_scratch_size
+        if len(values) + len(scratch) != len(declared) or any(scratch):
+            raise RuntimeError(
+                f"{metadata.name} declares {len(declared)} parameters and {max(scratch)} bytes of memory for itself; "
+                f"{len(values) + len(scratch)} and none were expected of this version of Triton."
+            )
+        self.begins: list[int] = []
+        self.size = 0
+        for _, size in declared:  # a descriptor has to begin at a multiple of 64 bytes
+            self.begins.append(-(-self.size // 64) * 64 if size > 8 else self.size)
+            self.size = self.begins[-1] + max(size, 8)
+        self.memory, self.start = _memory(self.size)  # the parameters, but for the addresses
+        # Where a tensor's parameter begins, its number among the addresses, bytes behind, and whether it is a descriptor.
+        self.tensors: list[tuple[int, int, int, bool]] = []
+        for begin, (kind, size), value in zip(self.begins, declared, values, strict=False):
+            if isinstance(value, tuple):
+                place, described, box = value
+                self.tensors.append((begin, *place, described is not None))
+                if described is not None:
+                    _describe(self.start + begin, described, box)
+            else:
+                value = value.data_ptr() if isinstance(value, torch.Tensor) else value
+                bits = struct.pack("f", value) if kind == "f" else int(value).to_bytes(size, "little", signed=True)
+                ctypes.memmove(self.start + begin, bits, size)
+        _ = compiled.run  # Triton loads the kernel
+        self.function = ctypes.c_void_p(compiled.function)
+        attributes = [(_EARLY, 1, 0, 0)] if metadata.launch_pdl else []
+        if cluster > 1:
+            attributes += [(_CLUSTER, cluster, 1, 1), (_CLUSTER_POLICY, 1, 0, 0)]  # policy 1: spread over the SMs
+        if cluster == 16:  # more than every GPU has to be able to do
+            _check(_driver().cuFuncSetAttribute(self.function, 14, 1))
+        # CUlaunchAttribute, one behind the other
+        self.held = ctypes.create_string_buffer(b"".join(struct.pack("I4x3I52x", *x) for x in attributes))
+        self.attributes = ctypes.addressof(self.held), len(attributes)
+        self.blocks = x * cluster, y, z, 32 * metadata.num_warps, 1, 1, metadata.shared
 
-        self.grid = (*grid, 1, 1)[:3]
-        self.maps = [(list(x.shape), list(x.strides)) if hasattr(x, "block_shape") else None for x in leading]
-        self.rest = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in rest)
-        self.kept = [x for x in rest if isinstance(x, torch.Tensor)]
-        self.index = index
-        self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
-        if cluster > 1:  # Triton compiled one block and knows of no other; only its launcher makes clusters
-            self.metadata = (compiled.metadata.num_warps, cluster, compiled.metadata.shared)
-        self.compiled = compiled
-        self._stream, self._runtime = driver.active.get_current_stream, knobs.runtime
-        self._direct: _Direct | None = None
-        scratch = [getattr(self.run, f"{kind}_scratch_size", 1) for kind in ("global", "profile")]
-        if not any(scratch):  # memory that each launch would need
-            bases = [x if kept is None else x.base for x, kept in zip(leading, self.maps, strict=True)]
-            before = (*self.grid, 0, self.function, self.metadata, None, None, None)
-            # If another Triton builds its launcher otherwise, each launch goes through it.
-            with contextlib.suppress(AttributeError, IndexError, KeyError, StopIteration, TypeError, ValueError):
-                self._direct = _Direct(self.run, before, bases, self.maps, self.rest)
+    def bind(self, stream: int, addresses: Sequence[int]) -> tuple:
+        """Return the driver's arguments for a launch on tensors that begin at these addresses, and what keeps them alive."""
+        (memory, start), replace = _memory(self.size + 8 * len(self.begins) + 64), _driver().cuTensorMapReplaceAddress
+        ctypes.memmove(start, self.start, self.size)
+        for begin, i, behind, described in self.tensors:
+            if described:
+                _check(replace(start + begin, addresses[i] + behind))
+            else:
+                ctypes.c_uint64.from_address(start + begin).value = addresses[i] + behind
+        # Where each parameter is, and CUlaunchConfig.
+        pointers = start + self.size
+        config = pointers + 8 * len(self.begins)
+        places = [start + begin for begin in self.begins]
+        bits = struct.pack(f"{len(places)}q7I4xqqI4x", *places, *self.blocks, stream, *self.attributes)
+        ctypes.memmove(pointers, bits, len(bits))
+        return (ctypes.c_void_p(config), self.function, ctypes.c_void_p(pointers), None), memory
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launch on these tensors, of the same shapes, strides and alignment as those of the launch that was kept."""
-        # The launch takes place on the current device, and almost always that is the tensors' own.
-        if torch._C._cuda_getDevice() != self.index:
-            with torch.cuda.device(self.index):
-                return self(*tensors)
-        stream = self._stream(self.index)
-        enter, leave = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook
-        listened = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)  # a profiler listens to launches
-        if self._direct is not None and not listened:
-            self._direct.launch(*self._direct.bind(stream, tensors))
-            return None
-        given = [x.data_ptr() if kept is None else Map(x, *kept) for x, kept in zip(tensors, self.maps, strict=True)]
-        metadata = self.compiled.launch_metadata(self.grid, stream, *given, *self.rest) if listened else None
-        hooks = (enter, leave) if listened else (None, None)
-        return self.run(*self.grid, stream, self.function, self.metadata, metadata, *hooks, *given, *self.rest)
+        start((self,), tuple([x.data_ptr() for x in tensors]))
 
 
-def _place(address: int) -> Any:
-    """Return a place in memory, which launches ask for its address as they ask a tensor."""
-    return types.SimpleNamespace(data_ptr=lambda: address)
-
-
-class Series:
-    """Launches that follow each other, with all their arguments kept by the addresses of the call's tensors.
-
-    A training's steps get the same addresses again from torch's allocator; then each launch is a call of the C function.
-    """
-
-    def __init__(self, handles: Sequence[tuple[Handle, Sequence[tuple[int, int]]]]):
-        """Keep handles of one device, each with its tensors: number among a call's addresses, bytes behind that address."""
-        self.handles, self.first = handles, handles[0][0]
-        self.direct = [handle._direct for handle, _ in handles if handle._direct is not None]
-        self.known: Newest[tuple, list] = Newest(256)
-
-    def __call__(self, addresses: tuple[int, ...]) -> None:
-        """Launch all on tensors that begin at these addresses."""
-        stream, runtime = self.first._stream(self.first.index), self.first._runtime
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        listened = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-        here = not listened and torch._C._cuda_getDevice() == self.first.index
-        bound = self.known.get((stream, addresses)) if here else None
-        if bound is None:
-            given = [[_place(addresses[i] + offset) for i, offset in places] for _, places in self.handles]
-            if not here or len(self.direct) < len(given):
-                for (handle, _), tensors in zip(self.handles, given, strict=True):
-                    handle(*tensors)
-                return
-            bound = [(x.launch, tuple(x.bind(stream, tensors))) for x, tensors in zip(self.direct, given, strict=True)]
-            self.known[stream, addresses] = bound
-        for launch, arguments in bound:
-            launch(*arguments)
+def start(handles: tuple[Handle, ...], addresses: tuple[int, ...]) -> None:
+    """Launch kernels of one device, one behind the other, on tensors that begin at these addresses."""
+    index = handles[0].index
+    # A launch takes place on the current device, and almost always that is the tensors' own.
+    if torch._C._cuda_getDevice() != index:
+        with torch.cuda.device(index):
+            return start(handles, addresses)
+    key = handles, torch._C._cuda_getCurrentRawStream(index), addresses
+    if (bound := _BOUND.get(key)) is None:
+        bound = _BOUND[key] = [handle.bind(*key[1:]) for handle in handles]
+    launch = _driver().cuLaunchKernelEx
+    for arguments, _ in bound:
+        if (result := launch(*arguments)) == _NO_CONTEXT:
+            torch.cuda.mem_get_info(index)  # gives this thread the device's context
+            result = launch(*arguments)
+        _check(result)
+    return None
 
 
 def observed(*tensors: torch.Tensor) -> bool:
-    """Whether more than the GPU has to see a call as an operator, so that a bare launch would go unnoticed.
+    """Whether more than autograd and the GPU have to see a call as an operator, so that a bare launch would go unnoticed.
 
-    torch.compile, autograd, a function transform (vmap, grad), a dispatch mode (FlopCounterMode, fake tensors), or a
-    subclass of Tensor other than Parameter.
+    torch.compile, a function transform (vmap, grad), a dispatch mode (FlopCounterMode, fake tensors), or a subclass of
+    Tensor other than Parameter.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if is_compiling() or _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
         return True
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    grad = torch.is_grad_enabled()
-    for x in tensors:
-        kind = x.__class__  # a Parameter is a Tensor with another name
-        if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or (grad and x.requires_grad):
-            return True
-    return False
+    return any([x.__class__ not in _PLAIN for x in tensors])
+
+
+def needs_grad(*tensors: torch.Tensor) -> bool:
+    """Whether autograd has to see a call."""
+    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])

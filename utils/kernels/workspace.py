@@ -8,7 +8,7 @@ _counters: dict[tuple[int, int], torch.Tensor] = {}  # zeros, by device and stre
 
 
 def workspace(like: torch.Tensor, partial_sums: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory for partial sums, and counters that are zero, as the kernel leaves them; `like` if none is needed.
+    """Return memory for partial sums, and counters that are zero, as the kernel leaves them.
 
     Launches of one stream run one after another and share their counters. A captured graph may be replayed on any
     stream, so it gets counters of its own.
@@ -18,8 +18,6 @@ def workspace(like: torch.Tensor, partial_sums: int, counters: int) -> tuple[tor
         partial_sums: fp32 numbers.
         counters: int32 numbers.
     """
-    if not partial_sums:
-        return like, like
     sums = torch.empty(partial_sums, dtype=torch.float32, device=like.device)
     if not like.is_cuda or torch.cuda.is_current_stream_capturing():
         return sums, torch.zeros(counters, dtype=torch.int32, device=like.device)

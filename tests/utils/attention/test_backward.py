@@ -210,10 +210,8 @@ def test_query_heads_that_share_few_wide_keys_get_keys_of_their_own(monkeypatch)
     from utils.attention.gluon.backward import launch
 
     q, k, v, dout = tensors(1, 4, 2, 100, 150, 256, torch.bfloat16)
-    heads, real = [], launch._launch
-    monkeypatch.setattr(
-        launch, "_launch", lambda key, given, *rest: heads.append(given[2].shape[1]) or real(key, given, *rest)
-    )
+    heads, real = [], launch._prepare
+    monkeypatch.setattr(launch, "_prepare", lambda *given: heads.append(given[2].shape[1]) or real(*given))
     check(*simulated(q, k, v, dout, causal=True), torch.bfloat16)
     assert heads == [4]
 
@@ -287,24 +285,48 @@ def test_a_hundred_shapes_compile_at_most_twelve_kernels():
     assert 4 <= len(compiled) <= 12
 
 
-def test_a_kept_pass_takes_memory_of_its_own_for_what_lies_between_launches(monkeypatch):
-    """Each launch gets the addresses of this call's tensors, and of places that do not overlap."""
-    from utils.attention.gluon.backward import launch
-    from utils.attention.gluon.backward.arguments import Gradients
-    from utils.attention.gluon.backward.launch import _BETWEEN, _GIVEN
+@pytest.mark.parametrize("step", [6, 1])
+def test_what_lies_between_launches_has_places_that_do_not_overlap(step):
+    from utils.attention.gluon.backward.arguments import GIVEN, Gradients
     from utils.attention.gluon.backward.plan import plan_for
 
     q, k, v, dout = tensors(1, 4, 2, 130, 300, 64, torch.bfloat16)
-    given = dout, q, k, v, q, torch.empty(1, 4, 130), None
-    g, got = Gradients(*given, plan_for(6, 64), 3), []
-    series = lambda handles: lambda addresses: got.extend(addresses[i] + offset for i, offset in handles[0][1])  # noqa: E731
-    monkeypatch.setattr(launch, "Series", series)
-    kept = launch._keep([(None, (*_GIVEN, "dk", *_BETWEEN))], g)
-    dq, dk, dv = kept([x.data_ptr() for x in given[:5]], q, k, v, given[5], None)
-    assert got[:11] == [x.data_ptr() for x in (*given[:6], given[5], dq, dk, dv, dk)]
-    places = [x - got[11] for x in got[11:]]
-    sizes = [4 * getattr(g, name).numel() for name in _BETWEEN]
-    assert places == [sum(sizes[:i]) for i in range(5)] and not any(place % 16 for place in places)
+    g = Gradients(dout, q, k, v, q, torch.empty(1, 4, 130), None, plan_for(step, 64), 3)
+    assert [g.place(name) for name in GIVEN] == [(i, 0) for i in range(len(GIVEN))]
+    end = 0
+    for name in ("lse2", "delta", "sums", "parts", "counter"):
+        assert g.place(name) == (len(GIVEN), end) and end % 16 == 0
+        end += 4 * getattr(g, name).numel()
+    assert end == 4 * g.between.numel()
+
+
+def test_a_pass_is_launched_again_on_the_tensors_of_the_call(monkeypatch):
+    """Kept by layout; what TMA cannot address is copied, and the copy's layout counts."""
+    from utils.attention.gluon.backward import launch
+
+    q, k, v, dout = tensors(1, 4, 2, 130, 300, 64, torch.bfloat16)
+    lse, prepared, started = torch.rand(1, 4, 130), [], []
+
+    def prepare(*given):
+        prepared.append(given)
+        return ("handle",), [torch.empty_like(x) for x in (q, k, v)] + [torch.empty(9)]
+
+    monkeypatch.setattr(launch, "KEPT", {})
+    monkeypatch.setattr(launch, "_prepare", prepare)
+    monkeypatch.setattr(launch, "empty", lambda forms, index: [torch.empty_strided(*x[:2], dtype=x[2]) for x in forms])
+    monkeypatch.setattr(launch, "start", lambda handles, addresses: started.append(addresses))
+    for given in (dout, torch.rand_like(dout)):
+        found = launch.backward(given, q, k, v, q, lse)
+        wanted = [x.data_ptr() for x in (given, q, k, v, q, lse, lse, *found)]
+        assert list(started[-1][:10]) == wanted and len(started[-1]) == 11 and len(prepared) == 1
+        assert [x.shape for x in found] == [x.shape for x in (q, k, v)]
+    shifted = torch.empty(dout.numel() + 1, dtype=dout.dtype)[1:].view(dout.shape)
+    for given in (shifted, dout[..., :1].expand(dout.shape), shifted):
+        launch.backward(given, q, k, v, q, lse)
+        assert started[-1][0] != given.data_ptr() and len(prepared) == 1 and started[-1][0] % 16 == 0
+    launch.backward(dout, q, k, v, q, lse, dlse=torch.rand_like(lse))
+    launch.backward(dout, q, k, v, q, lse, causal=True)
+    assert len(prepared) == 3 and prepared[1][6] is not None and prepared[0][6] is None
 
 
 def test_autograd_goes_through_a_bare_launch_and_gives_the_same():
@@ -315,7 +337,8 @@ def test_autograd_goes_through_a_bare_launch_and_gives_the_same():
     out, lse = reference(q, k, v, causal=True)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with gluon_cpu.simulate():
-        found, _ = Attention.apply(lambda *given: (out.to(q.dtype), lse.float()), *leaves, True, 0.125, 0, True, 5, ())
+        problem = True, 0.125, 0, True, 5, ()
+        found, _ = Attention.apply(lambda *given: (out.to(q.dtype), lse.float()), *leaves, problem)
         gradients = torch.autograd.grad(found, leaves, dout)
     check(gradients, reference_gradients(*(x.detach() for x in leaves), dout, causal=True)[1], torch.bfloat16)
 
@@ -327,7 +350,8 @@ def test_gradients_of_gradients_are_refused():
 
     with FakeTensorMode():
         q, k, v, dout = (x.requires_grad_() for x in tensors(1, 1, 1, 8, 8, 64, torch.bfloat16))
-        out, _ = Attention.apply(lambda q, *given: (q + 0, torch.zeros(1, 1, 8)), q, k, v, False, 0.125, 0, True, 5, ())
+        problem = False, 0.125, 0, True, 5, ()
+        out, _ = Attention.apply(lambda q, *given: (q + 0, torch.zeros(1, 1, 8)), q, k, v, problem)
         (dq,) = torch.autograd.grad(out, q, dout, create_graph=True)
         with pytest.raises(RuntimeError, match="autograd formula"):
             torch.autograd.grad(dq.sum(), q)
@@ -359,11 +383,14 @@ def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
 
     code = (
         "import json; from utils.attention.gluon.backward.offline import compile_backward\n"
+        "from utils.kernels.handle import parameters\n"
         f"for step, head_dim, deterministic in {COMPILED!r}:\n"
         "    a = compile_backward(step, head_dim, deterministic=deterministic)\n"
         "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings, a.unused_barriers, a.count('MUFU.EX2'), a.count('HGMMA.64x80x16')]))\n"
         "for mask, number, most in ('ends', 0, 0), ('ends', 2, 0), ('packed', 1, 64), ('packed', 2, 0):\n"  # bytes around its loops
-        "    assert compile_backward(6, mask=mask, number=number).spill_bytes <= most"
+        "    a = compile_backward(6, mask=mask, number=number)\n"
+        "    sizes = [size for _, size in parameters(a.ptx)]  # what a kept launch packs: descriptors, and two pointers of Triton's last\n"
+        "    assert a.spill_bytes <= most and sizes.count(128) == 9 * (number == 1) and sizes[-2:] == [8, 8]"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     rows = [json.loads(line) for line in done.stdout.splitlines()]

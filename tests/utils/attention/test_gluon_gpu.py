@@ -87,11 +87,11 @@ def test_random_shapes_against_float64(head_dim, causal, windowed, dtype, monkey
     from utils.attention.gluon.launch import forward
 
     rng = random.Random(f"{head_dim} {causal} {windowed} {dtype}")
-    multiprocessors = launch._multiprocessors
+    multiprocessors = launch.processors
     for _ in range(SHAPES_PER_GROUP):
         # These shapes have few tiles: with fewer programs, each of them walks over several.
         few = rng.choice((None, 1, 2, 5, 11))
-        monkeypatch.setattr(launch, "_multiprocessors", multiprocessors if few is None else lambda device, n=few: n)
+        monkeypatch.setattr(launch, "processors", multiprocessors if few is None else lambda device, n=few: n)
         q, k, v, options = random_case(rng, head_dim, causal, windowed, dtype)
         what = f"q {tuple(q.shape)} {q.stride()}, k {tuple(k.shape)}, {options}, programs {few}"
         expected, expected_lse = reference(q, k, v, **options)

@@ -45,7 +45,7 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
             return call
 
     monkeypatch.setattr(module, f"attention_step{step}", Recorder())
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
     q = torch.randn(2, 4, 300, 72, dtype=torch.bfloat16)
     k, v = torch.randn(2, 2, 517, 72, dtype=torch.bfloat16), torch.randn(2, 2, 517, 72, dtype=torch.bfloat16)
     lse = torch.empty(2, 4, 300)
@@ -175,7 +175,7 @@ def test_a_hundred_shapes_compile_few_kernels(monkeypatch, windows, most):
         "attention_step5",
         {(n,): lambda *_, **given: kernels.add((given["PLAN"], given["CASE"])) for n in range(133)},
     )
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
     for i in range(100):
         s = round(math.exp(rng.uniform(math.log(400), math.log(16000))))
         s = max(512, s // 128 * 128) if rng.random() < 0.4 else s
@@ -240,7 +240,7 @@ def compare_simulated(monkeypatch, q, k, v, plan, programs, *, causal=False, win
     from utils import gluon_cpu
     from utils.attention.reference import reference
 
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: programs)
+    monkeypatch.setattr(launch, "processors", lambda device: programs)
     monkeypatch.setattr(launch, "plan_of", lambda *given: plan)
     out, sums = torch.full(q.shape, math.nan, dtype=q.dtype), torch.full(q.shape[:3], math.nan)
     for _ in range(runs):

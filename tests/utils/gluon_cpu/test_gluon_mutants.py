@@ -107,7 +107,7 @@ def error_of(step: int, module, shape: tuple, causal: bool, seed: int | None, mo
     ],
 )
 def test_no_mutant_of_the_ladder_passes_in_silence(step, multiprocessors, shapes, at_least, monkeypatch):
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(launch, "processors", lambda device: multiprocessors)
     text = Path(launch.__file__).with_name(f"{launch.MODULES[step - 1]}.py").read_text(encoding="utf-8")
     for shape, causal in shapes:
         assert error_of(step, load(text, f"step{step}_itself"), shape, causal, None, monkeypatch) < 0.01

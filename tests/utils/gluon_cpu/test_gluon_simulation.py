@@ -263,7 +263,7 @@ def attention(q, k, v, causal, window):
 )
 def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
     launch = importlib.import_module(LADDER)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(launch, "processors", lambda device: 4)
     batch, heads, kv_heads, sq, sk, head_dim = shape
     q, k, v = (torch.randn(batch, h, s, head_dim).bfloat16() for h, s in ((heads, sq), (kv_heads, sk), (kv_heads, sk)))
     out, lse = torch.full_like(q, float("nan")), torch.empty(batch, heads, sq)
@@ -280,7 +280,7 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
 def test_full_attention_in_several_tiles_a_program(head_dim, sk, programs, variant, monkeypatch):
     """Step 5 without a mask: one to six tiles for each program, two to five blocks of keys, full and partial ones."""
     launch = importlib.import_module(LADDER)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: programs)
+    monkeypatch.setattr(launch, "processors", lambda device: programs)
     monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
     torch.manual_seed(sk)
     q, k, v = (torch.randn(3, h, s, head_dim).bfloat16() for h, s in ((2, 130), (1, sk), (1, sk)))
@@ -313,7 +313,7 @@ def test_full_attention_in_several_tiles_a_program(head_dim, sk, programs, varia
 def test_tiles_that_begin_before_the_first_query(shape, causal, window, variant, programs, monkeypatch):
     """Step 5 where Sk - Sq is no multiple of 64; the same bits twice."""
     launch = importlib.import_module(LADDER)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: programs)
+    monkeypatch.setattr(launch, "processors", lambda device: programs)
     monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
     torch.manual_seed(shape[4])
     batch, heads, kv_heads, sq, sk, head_dim = shape

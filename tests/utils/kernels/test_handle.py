@@ -1,93 +1,112 @@
 """A kept launch: what it takes from the first one, and on a GPU that it does the same as `kernel[grid](...)`."""
 
+import ctypes
+import struct
 import types
 
 import pytest
 import torch
 
-from utils.kernels.handle import KEPT, Handle, Map, Series, observed
-from utils.machine.device import gluon_support, triton_support
-from utils.machine.versions import installed_version
+from utils.kernels import handle as launching
+from utils.kernels.handle import KEPT, Handle, needs_grad, observed, start
+from utils.machine.device import gluon_support
 
-needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("triton"), reason=triton_support().reason)
 hopper = pytest.mark.skipif(not gluon_support(), reason="the Gluon kernels need a Hopper GPU")
 
+POINTER, NUMBERS = ".u64 .ptr .global .align 1", [".u32", ".u32", ".u64", ".u64"]
+DECLARED = ".align 64 .b8", *NUMBERS, POINTER, POINTER, ".u32", ".f32", POINTER, POINTER
+PTX = ",\n".join(f"\t.param {kind} p{i}" + "[128]" * (i == 0) for i, kind in enumerate(DECLARED))
+PTX = f".visible .entry kernel(\n{PTX}\n) {{ .param .b32 none; }}"
+FORMATS = "128s", "i", "i", "q", "q", "q", "q", "i", "f", "q", "q"
 
-class PyCUtensorMap(tuple):
-    """Stands for the driver's descriptor."""
+
+class Driver:
+    """Stands for the CUDA driver: keeps what it is told."""
+
+    def __init__(self):
+        self.launches, self.described, self.results = [], [], []
+
+    def cuTensorMapEncodeTiled(self, place, kind, rank, address, *numbers):
+        self.described.append((kind, rank, *[list(x) for x in numbers[:4]], *numbers[4:]))
+        ctypes.memmove(place, struct.pack("q120s", address, b"descriptor"), 128)
+
+    def cuTensorMapReplaceAddress(self, place, address):
+        assert place % 64 == 0
+        ctypes.c_uint64.from_address(place).value = address
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra):
+        at = struct.unpack("7I4xqqI4x", ctypes.string_at(config.value, 56))
+        attributes = [struct.unpack("I4x3I", ctypes.string_at(at[8] + 72 * i, 20)) for i in range(at[9])]
+        places = struct.unpack(f"{len(FORMATS)}q", ctypes.string_at(parameters.value, 8 * len(FORMATS)))
+        values = [
+            struct.unpack(x, ctypes.string_at(i, struct.calcsize(x)))[0] for i, x in zip(places, FORMATS, strict=True)
+        ]
+        assert extra is None
+        self.launches.append((at[:8], function.value, attributes, values))
+        return self.results.pop() if self.results else 0
 
 
-@needs_triton
-@pytest.mark.parametrize("described", [True, False])
-def test_a_launch_is_repeated_with_other_tensors(monkeypatch, described):
-    """Triton's own launcher without a GPU: what reaches its C function, for other tensors, a known one and a listener."""
-    if installed_version("triton")[:2] != (3, 7):
-        pytest.skip("it stands in for the parts of Triton 3.7's launcher; on a GPU every version launches")
-    import triton
-    from triton import knobs
-    from triton.backends.nvidia import driver as nvidia
-
-    calls, filled, metadata = [], [], []
-    utils = types.SimpleNamespace(
-        fill_tma_descriptor_tiled=lambda address, *facts: filled.append(address) or PyCUtensorMap((address, *facts))
-    )
-    driver = types.SimpleNamespace(get_current_stream=lambda index: 70 + index, utils=utils)
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver, raising=False)
-    monkeypatch.setattr(type(triton.runtime.driver), "active", property(lambda self: driver))
+@pytest.fixture
+def driver(monkeypatch):
+    found = Driver()
+    monkeypatch.setattr(launching, "_driver", lambda: found)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
-    box = dict(swizzle=3, elem_size=2, elem_type=10, block_size=[64, 64], fp4_padded=False)
-    signature = {
-        0: "tensordesc<bf16[64,64]>" if described else "*bf16",
-        1: "*fp32",
-        2: "*i32",
-        3: "i32",
-        4: "constexpr",
-    }
-    run = object.__new__(nvidia.CudaLauncher)
-    run.launch = nvidia.wrap_handle_tensordesc(lambda *given: calls.append(given), signature, [box] * described)
-    run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = run.profile_scratch_align = 0
-    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, False
-    run.arg_annotations, run.kernel_signature = "annotations", b"signature"
-    compiled = types.SimpleNamespace(
-        run=run, function=11, packed_metadata="packed", launch_metadata=lambda *given: metadata.append(given) or "told"
-    )
-    base, table = torch.zeros(4, 8), torch.arange(3)
-    first = types.SimpleNamespace(block_shape=[64, 64], shape=[4, 8], strides=[8, 1], base=base) if described else base
-    handle = Handle(compiled, (5,), (first, torch.zeros(2)), (table, 9, "PLAN"), 3)
-    assert not calls  # it only listened
-    x, y = torch.ones(4, 8), torch.ones(2)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+    return found
 
-    def expected(hooks):
-        """What Triton's launcher itself passes on."""
-        before = (5, 1, 1, 73, 11, "packed", *hooks)
-        run(*before, Map(x, [4, 8], [8, 1]) if described else x.data_ptr(), y.data_ptr(), table.data_ptr(), 9, "PLAN")
-        return [list(part) if isinstance(part, (list, tuple)) else part for part in calls.pop()]
 
-    for _ in range(2):
-        handle(x, y)
-        assert [list(part) if isinstance(part, (list, tuple)) else part for part in calls.pop()] == expected([None] * 3)
-    assert filled.count(x.data_ptr()) == 3 * described  # once by the handle, twice by Triton's launcher
-    series = Series([(handle, ((1, 0), (0, 8)))] * 2)
-    for _ in range(2):
-        series((y.data_ptr() - 8, x.data_ptr()))
-        found = [[list(part) if isinstance(part, (list, tuple)) else part for part in calls.pop()] for _ in "12"]
-        assert found == [expected([None] * 3)] * 2
-    assert filled.count(x.data_ptr()) == 5 * described  # the series needs none
-    listener = types.SimpleNamespace(calls=[1])
-    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", listener)
-    handle(x, y)
-    assert calls[0][8] == "told" and calls[0][9] is listener and len(metadata) == 1
+X, Y, TABLE = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(2), torch.arange(3)
+
+
+def handle(*more, ptx=PTX, scratch=0):
+    """A launch of a compiled kernel with a descriptor, two pointers, numbers and a constant."""
+    facts = dict(num_warps=12, shared=4096, launch_pdl=True, tensordesc_meta=[dict(swizzle=3, block_size=[64, 32])])
+    facts |= dict(global_scratch_size=scratch, profile_scratch_size=0, name="kernel")
+    kinds = "tensordesc<bf16[64,32]>", "*fp32", "*i32", "i32", "fp32", "constexpr"
+    source, metadata = types.SimpleNamespace(signature=dict(enumerate(kinds))), types.SimpleNamespace(**facts)
+    kernel = types.SimpleNamespace(asm={"ptx": ptx}, metadata=metadata, src=source, run=None, function=11)
+    described = types.SimpleNamespace(base=torch.zeros_like(X), shape=[4, 8], strides=[8, 1])
+    return Handle(kernel, (5,), (described, torch.zeros(2)), (TABLE, -9, 0.5, "PLAN"), 3, *more)
+
+
+def test_a_launch_is_repeated_with_other_tensors(driver):
+    def expected(x, y):
+        words = struct.pack("q120s", x, b"descriptor"), 4, 8, 8, 1, y, TABLE.data_ptr(), -9, 0.5, 0, 0
+        return (10, 1, 1, 384, 1, 1, 4096, 73), 11, [(6, 1, 0, 0), (4, 2, 1, 1), (5, 1, 0, 0)], [*words]
+
+    first, other = handle(2), handle(2, ((1, 0), (0, 8)))
+    assert driver.described == [(9, 2, [8, 4], [16, 0], [32, 64], [1, 1], 0, 3, 2, 0)] * 2 and not driver.launches
+    for x in (X, X.clone(), X):
+        first(x, Y)
+        start((other, first), (x.data_ptr(), Y.data_ptr()))
+        alone = expected(x.data_ptr(), Y.data_ptr())
+        assert driver.launches == [alone, expected(Y.data_ptr(), x.data_ptr() + 8), alone]
+        driver.launches.clear()
+
+
+def test_a_launch_that_the_driver_refuses_is_an_error(driver, monkeypatch):
+    contexts = []
+    driver.results = [719]
+    with pytest.raises(RuntimeError, match="719"):
+        handle()(X, Y)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", contexts.append)
+    driver.results = [0, 201]  # a thread that has no context yet
+    handle()(X, Y)
+    assert contexts == [3] and not driver.results
+    for changes in ({"scratch": 128}, {"ptx": PTX.replace("\t.param .f32 p8,\n", "")}):
+        with pytest.raises(RuntimeError, match="parameters"):
+            handle(**changes)
 
 
 def test_who_has_to_see_the_operator():
     x = torch.ones(2)
     assert not observed(x, x)
-    assert observed(x, torch.nn.Parameter(x)) and observed(x, [1])
-    leaf = torch.ones(2, requires_grad=True)
-    assert observed(x, leaf)
+    assert observed(x, [1]) and observed(x.as_subclass(type("Own", (torch.Tensor,), {})))
+    assert not observed(x, torch.nn.Parameter(x))  # a layer's weight
+    leaf = torch.nn.Parameter(x)
+    assert needs_grad(x, leaf) and not needs_grad(x, x)
     with torch.no_grad():
-        assert not observed(x, leaf) and not observed(x, torch.nn.Parameter(x))  # a layer's weight
-        assert observed(x, x.as_subclass(type("Own", (torch.Tensor,), {})))
+        assert not needs_grad(x, leaf)
     seen = []
     torch.vmap(lambda y: seen.append(observed(y)) or y)(x)
     from torch.utils.flop_counter import FlopCounterMode
@@ -107,8 +126,7 @@ def test_attention_by_a_kept_launch():
         q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         KEPT.clear()
         first, lse = launch.forward(q, k, v, causal=causal, return_lse=True)
-        (kept,) = KEPT.values()
-        assert kept.handle._direct is not None  # not the slower way through Triton's launcher
+        assert len(KEPT) == 1
         again, lse_again = launch.forward(q, k, v, causal=causal, return_lse=True)
         assert torch.equal(first, again) and torch.equal(lse, lse_again) and first.data_ptr() != again.data_ptr()
         others = [torch.randn_like(x) for x in (q, k, v)]

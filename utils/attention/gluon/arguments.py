@@ -72,13 +72,20 @@ class Arguments:
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int):
-    """TMA descriptor of a tensor (B, H, S, D) with boxes of `rows` rows and `columns` columns."""
+    """TMA descriptor of a tensor (B, H, S, D), or of a matrix of fp32 numbers, with boxes of `rows` rows and `columns` columns."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     # Dimensions of size one may have any stride; TMA wants multiples of 16 bytes.
     strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
-    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, columns], gl.NVMMASharedLayout(128, 16, rank=4))
+    layout = gl.NVMMASharedLayout(128 if x.ndim == 4 else 0, 8 * x.element_size(), rank=x.ndim)
+    return TensorDescriptor(x, list(x.shape), strides, [1] * (x.ndim - 2) + [rows, columns], layout)
+
+
+@functools.lru_cache(maxsize=16)
+def processors(device: torch.device) -> int:
+    """SMs of a GPU; those of an H100 or H200 where a kernel is simulated."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @functools.lru_cache(maxsize=16)
@@ -95,6 +102,5 @@ def strides_fit(x: torch.Tensor) -> bool:
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
     """Return x if TMA can address it (`strides_fit`, and it begins at a multiple of 16 bytes), else a copy."""
-    if strides_fit(x) and x.data_ptr() % 16 == 0:
-        return x
-    return x.contiguous() if not x.is_contiguous() else x.clone()
+    x = x if strides_fit(x) else x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x

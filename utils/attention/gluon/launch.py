@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import operator
 from collections.abc import Callable
 
 import torch
 
-from utils.attention.gluon.arguments import Arguments, addressable, unused
-from utils.attention.gluon.backward.operator import Attention, differentiate
+from utils.attention.gluon.arguments import Arguments, addressable, processors, unused
+from utils.attention.gluon.backward.operator import Attention, gradients_of, save_for_backward
 from utils.attention.gluon.plan import Plan, packed_variant, plan_for, variant_for
 from utils.attention.problem import Attend, positive_scale
-from utils.kernels.handle import KEPT, layout, observed
+from utils.kernels.handle import KEPT, empty, form, layout, needs_grad, observed
 
 LOG2_E = math.log2(math.e)
 MODULES = ("step1_synchronous", "step2_async_copy", "step3_tma", "step4_warp_specialized", "step5_overlapped")
@@ -54,34 +55,45 @@ def _attention_gluon_fake(q, k, v, causal, scale, window, return_lse, step, leng
     return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
 
 
-differentiate(attention_gluon)
+attention_gluon.register_autograd(
+    lambda ctx, dout, dlse: (*gradients_of(ctx, dout, dlse), *[None] * 6), setup_context=save_for_backward
+)
 
 
 def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, step: int, lengths: tuple[int, ...] = ()):
-    """Launch a step: again as an earlier launch on tensors of this layout, if there was one.
-
-    A launch is kept only if TMA could address its tensors without a copy. Where the tensors start is no part of the
-    key, and is looked at each time.
-
-    Returns:
-        The output, and the log-sum-exp or None.
-    """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
-    if not q.numel():
-        return out, lse
-    key = step, causal, scale, window, return_lse, lengths, layout(q, k, v)
-    kept = KEPT.get(key)
-    if kept is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
-        kept(q, k, v, out, unused(q.device) if lse is None else lse)
-        return out, lse
+    """Launch a step, again as an earlier launch on tensors of this layout if there was one: the output, and the log-sum-exp or None."""
+    key = causal, scale, window, return_lse, step, lengths, layout(q, k, v)
+    if (kept := KEPT.get(key)) is not None and (found := kept(q, k, v)) is not None:
+        return found
     given = q, k, v
     q, k, v = map(addressable, given)
-    with torch.cuda.device(q.device):
-        handle = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse, lengths)
-    if handle is not None and all(x is y for x, y in zip((q, k, v), given, strict=True)):
-        KEPT[key] = handle
+    if any(map(operator.is_not, (q, k, v), given)):
+        return _run(q, k, v, *key[:6])
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
+    if q.numel():
+        with torch.cuda.device(q.device):
+            launch = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse, lengths)
+        if launch is not None:
+            KEPT[key] = _keep(launch, out, lse)
     return out, lse
+
+
+def _keep(launch: Callable, out: torch.Tensor, lse: torch.Tensor | None) -> Callable:
+    """Return a function that makes a launch again, for an output and a log-sum-exp like these.
+
+    Where the tensors start is no part of a layout. The function returns None if TMA cannot address them.
+    """
+    forms, index, nothing = form(out) if lse is None else form(out, lse), out.device.index, unused(out.device)
+
+    def again(q, k, v):
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            return None
+        out, *more = empty(forms, index)
+        launch(q, k, v, out, *more or (nothing,))
+        return out, more[0] if more else None
+
+    return again
 
 
 def repeat(q, k, v, causal: bool, scale: float, window: int, lengths: tuple[int, ...] = ()) -> Attend | None:
@@ -89,19 +101,9 @@ def repeat(q, k, v, causal: bool, scale: float, window: int, lengths: tuple[int,
 
     It looks at nothing but their addresses: `attention` has compared the layouts. None if no launch was kept.
     """
-    launch = KEPT.get((5, causal, scale, window, False, lengths, layout(q, k, v)))
-    if launch is None:
-        return None
-    lse, empty_like, contiguous = unused(q.device), torch.empty_like, torch.contiguous_format
-
-    def attend(q, k, v):
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-            return _run(q, k, v, causal, scale, window, False, 5, lengths)[0]
-        out = empty_like(q, memory_format=contiguous)
-        launch(q, k, v, out, lse)
-        return out
-
-    return attend
+    problem = causal, scale, window, False, 5, lengths
+    kept = KEPT.get((*problem, layout(q, k, v)))
+    return kept and (lambda q, k, v: (kept(q, k, v) or _run(q, k, v, *problem))[0])
 
 
 def forward(
@@ -133,16 +135,14 @@ def forward(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # The operator costs the host several times as much as the launch: it is for those who have to see it.
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    with torch.no_grad():
-        bare = q.is_cuda and scale > 0 and not observed(q, k, v)
-    if bare and needs_grad:
-        out, lse = Attention.apply(_run, q, k, v, causal, scale, window or 0, True, step, lengths)
-    elif bare:
-        out, lse = _run(q, k, v, causal, scale, window or 0, return_lse, step, lengths)
+    grad = needs_grad(q, k, v)
+    problem = causal, scale, window or 0, return_lse or grad, step
+    if not q.is_cuda or scale <= 0 or observed(q, k, v):
+        out, lse = attention_gluon(q, k, v, *problem, list(lengths))
+    elif grad:
+        out, lse = Attention.apply(_run, q, k, v, (*problem, lengths))
     else:
-        with_lse = return_lse or needs_grad
-        out, lse = attention_gluon(q, k, v, causal, scale, window or 0, with_lse, step, list(lengths))
+        out, lse = _run(q, k, v, *problem, lengths)
     return (out, lse) if return_lse else out
 
 
@@ -151,7 +151,7 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: i
     batch, heads, sq, head_dim = q.shape
     if step < 5:
         return plan_for(step, head_dim)
-    programs = _multiprocessors(q.device)
+    programs = processors(q.device)
     if lengths:
         return plan_for(step, head_dim, packed_variant(head_dim, sq, batch * heads, programs))
     return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs))
@@ -159,13 +159,8 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: i
 
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse, lengths=()) -> Callable | None:
     """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none. Step 5 returns its launch."""
-    plan, programs = plan_of(step, q, k, causal, window, lengths), _multiprocessors(q.device)
+    plan, programs = plan_of(step, q, k, causal, window, lengths), processors(q.device)
     lse = lse if return_lse else unused(q.device)
     return step_module(step).launch(
         Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs, lengths)
     )
-
-
-@functools.lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -10,25 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from utils.attention.gluon.arguments import descriptor
+from utils.attention.gluon.arguments import descriptor, processors
 from utils.attention.gluon.backward.order import Order
 from utils.attention.gluon.backward.plan import BackwardPlan, span
+from utils.kernels.handle import Handle
 
 if TYPE_CHECKING:
     from utils.attention.gluon.intervals import Packed
 
-MAIN_KERNELS = {
-    1: "step1_atomics.attention_backward_step1",
-    3: "step3_warp_specialized.attention_backward_step3",
-    6: "step6_one_consumer.attention_backward_step6",
-    256: "wide_heads.attention_backward_wide",  # step 6 at this head dimension
-}
-
-
-@functools.lru_cache(maxsize=16)
-def processors(device: torch.device) -> int:
-    """SMs of a GPU; those of an H100 or H200 where a kernel is simulated."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"  # tensors with an address of their own
 
 
 class Launch(NamedTuple):
@@ -56,32 +46,30 @@ class Gradients:
         self.dlse = lse if dlse is None else dlse
         heads, rows, width = q.shape[0] * q.shape[1], -(-q.shape[2] // 128) * 128, plan.block_d
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        self.lse2, self.delta = lse.new_empty((2, heads, rows)).unbind()  # lse * log2(e), rowsum(dO * O)
+        # From launch to launch, in one piece of memory. The counter, a number, is the last: all begin at multiples of 16 bytes.
+        numbers = 2 * heads * rows, heads * rows * width * bool(plan.dq), slots * 256 * width, 1
+        self.between = lse.new_empty(sum(numbers))
+        statistics, sums, parts, counter = self.between.split(numbers)
+        self.lse2, self.delta = statistics.view(2, heads, rows)  # lse * log2(e), rowsum(dO * O)
         # Where nothing is summed in memory, the kernels get a pointer that they do not use.
-        self.sums = lse.new_empty((heads * rows * width // 128, 128)) if plan.dq else self.lse2  # of dQ
-        self.parts = lse.new_empty(slots * 256 * width) if slots else self.lse2  # of dK and dV (`shares.py`)
-        self.counter = torch.empty(1, dtype=torch.int32, device=q.device)  # numbers that were drawn (`shares.py`)
+        self.sums = sums.view(-1, 128) if plan.dq else self.lse2  # of dQ
+        self.parts = parts if slots else self.lse2  # of dK and dV (`shares.py`)
+        self.counter = counter.view(torch.int32)  # numbers that were drawn (`shares.py`)
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Return where a tensor begins: its number in GIVEN, which `between` follows, and bytes behind that address."""
+        if name in GIVEN:
+            return GIVEN.index(name), 0
+        return len(GIVEN), 4 * getattr(self, name).storage_offset()
 
 
 def arguments_of(g: Gradients, launch: Launch) -> list:
     """Return the first arguments of a launch: TMA descriptors, and the tensors that are passed as pointers."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     found: list = [getattr(g, name) for name in launch.tensors]
     for i, rows in enumerate(launch.boxes):
-        x, numbers = found[i], gl.NVMMASharedLayout(0, 32, rank=2)
-        if x.ndim == 4:
-            found[i] = descriptor(x, rows, g.plan.block_d)
-        else:  # a matrix of fp32 numbers
-            box = [rows, 128] if launch.tensors[i] == "sums" else [1, rows]
-            found[i] = TensorDescriptor(x, list(x.shape), list(x.stride()), box, numbers)
+        matrix = (rows, 128) if launch.tensors[i] == "sums" else (1, rows)
+        found[i] = descriptor(found[i], *((rows, g.plan.block_d) if found[i].ndim == 4 else matrix))
     return found
-
-
-def strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a tensor in units of 8 elements, which TMA and the kernels around the main one need."""
-    return tuple(n // 8 for n in x.stride()[:3])
 
 
 def launches(
@@ -92,11 +80,13 @@ def launches(
     rows, width = g.lse2.shape[1], plan.block_d
     # Columns of the sums of dQ, in units of 64 and, those that are cleared, of 8.
     summed = (width // 64, head_dim // 8) if plan.dq else (0, 0)
+    # In units of 8 elements: the kernel knows so of 16 bytes.
+    strides = [n // 8 for x in (g.out, g.dout) for n in x.stride()[:3]]
     start = Launch(
         "fragments.start_backward",
         (rows // 64, batch * heads),
         ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter"),
-        (*strides(g.out), *strides(g.dout), sq, heads, head_dim // 8, *summed),
+        (*strides, sq, heads, head_dim // 8, *summed),
         {"DLSE": g.dlse is not g.lse},
     )
     blocks_n = -(-sk // plan.block_n) if packed is None else len(packed.blocks)
@@ -125,29 +115,39 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
     plan, m, n = g.plan, g.plan.block_m, g.plan.block_n
     if step == 1:
         constants = {"HEAD_DIM": g.q.shape[-1], "PLAN": plan}
-        return Launch(MAIN_KERNELS[1], (blocks[2], blocks[0]), (*tensors, "sums"), (*sizes, scale), constants)
+        return Launch(
+            "step1_atomics.attention_backward_step1",
+            (blocks[2], blocks[0]),
+            (*tensors, "sums"),
+            (*sizes, scale),
+            constants,
+        )
     if step == 3 or plan.block_d == 256:
-        kernel, tensors = (MAIN_KERNELS[3], (*tensors, "sums")) if step == 3 else (MAIN_KERNELS[256], tensors)
+        kernel = "wide_heads.attention_backward_wide"
+        if step == 3:
+            kernel, tensors = "step3_warp_specialized.attention_backward_step3", (*tensors, "sums")
         numbers, boxes = (*sizes, *blocks[:3], scale), (m, m, n, 64, 64, 64, m, m)
         return Launch(kernel, (programs,), tensors, numbers, {"PLAN": plan}, boxes, early=True)
     tensors = *tensors, "sums", "parts", "counter", "dk", "dv"
     # Of a tile's 64 rows of 128 numbers of dQ, or fewer (`storing_warp`), TMA adds up to 32 at once.
     rows = m, m, n, n, n, n, m, m, math.gcd(32, (plan.depth or 128) // 2)
     grid, arguments = (min(programs, processors(g.q.device)),), (*sizes, *blocks, g.q.shape[-1] // 8, scale)
-    return Launch(MAIN_KERNELS[6], grid, tensors, arguments, {"PLAN": plan}, rows, 8, early=True)
+    kernel = "step6_one_consumer.attention_backward_step6"
+    return Launch(kernel, grid, tensors, arguments, {"PLAN": plan}, rows, 8, early=True)
 
 
-def run(g: Gradients, launch: Launch):
-    """Launch a kernel; return a `Handle` that repeats the launch, or None where it was simulated."""
-    from utils.kernels.handle import Handle
-
+def run(g: Gradients, launch: Launch) -> Handle | None:
+    """Compile a kernel; return its launch, or run it and return None where it is simulated."""
     kernel, tensors = kernel_of(launch.kernel), arguments_of(g, launch)
-    options = {"num_warps": launch.warps, "launch_pdl": launch.early}
-    compiled = kernel[launch.grid](*tensors, *launch.numbers, **launch.constants, **options)
-    if compiled is None or not g.q.is_cuda:
-        return None
-    rest = *launch.numbers, *launch.constants.values()
-    return Handle(narrowed(compiled, launch), launch.grid, tensors, rest, g.q.device.index)
+    rest, options = (
+        (*launch.numbers, *launch.constants.values()),
+        {"num_warps": launch.warps, "launch_pdl": launch.early},
+    )
+    if not g.q.is_cuda:
+        return kernel[launch.grid](*tensors, *rest, **options)
+    compiled = narrowed(kernel.warmup(*tensors, *rest, grid=launch.grid, **options), launch)
+    places = [g.place(name) for name in launch.tensors]
+    return Handle(compiled, launch.grid, tensors, rest, g.q.device.index, places=places)
 
 
 def narrowed(compiled, launch: Launch):

@@ -9,43 +9,15 @@ while the one before ends. In deterministic mode and at head dimension 256 the k
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+import operator
 
 import torch
 
-from utils.attention.gluon.arguments import addressable
-from utils.attention.gluon.backward.arguments import Gradients, launches, processors, run
+from utils.attention.gluon.arguments import addressable, processors
+from utils.attention.gluon.backward.arguments import Gradients, launches, run
 from utils.attention.gluon.backward.order import best_order, block_order, blocks_of
 from utils.attention.gluon.backward.plan import plan_for, span
-from utils.kernels.handle import Series
-from utils.newest import Newest
-
-_GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"
-_BETWEEN = "lse2", "delta", "sums", "parts", "counter"  # from launch to launch, in one piece of memory
-
-
-def _keep(handles: list, g: Gradients) -> Callable:
-    """Return a function that launches an earlier backward pass again, on tensors of the same shapes, strides and types."""
-    # The counter, a number, is the last one: all begin at multiples of 16 bytes.
-    *starts, size = itertools.accumulate((getattr(g, name).numel() for name in _BETWEEN), initial=0)
-    places = {name: (i, 0) for i, name in enumerate(_GIVEN)}
-    places |= {name: (len(_GIVEN), 4 * start) for name, start in zip(_BETWEEN, starts, strict=True)}
-    series = Series([(handle, [places[name] for name in tensors]) for handle, tensors in handles])
-    contiguous = torch.contiguous_format
-
-    def launch(addresses: list[int], q, k, v, lse, dlse) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq = torch.empty_like(q, memory_format=contiguous)
-        dk = torch.empty_like(k, memory_format=contiguous)
-        dv = torch.empty_like(v, memory_format=contiguous)
-        numbers = lse, lse if dlse is None else dlse, dq, dk, dv, lse.new_empty(size)
-        series((*addresses, *[x.data_ptr() for x in numbers]))  # `addresses` are those of dout to out
-        return dq, dk, dv
-
-    return launch
-
-
-_kept: Newest[tuple, Callable] = Newest(1024)
+from utils.kernels.handle import KEPT, empty, form, start
 
 
 def backward(
@@ -90,16 +62,46 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
 
     problem: causal, scale, window, deterministic, lengths.
     """
-    given = dout, q, k, v, out
+    given = dout, q, k, v, out, lse, lse if dlse is None else dlse
     shapes = q.shape, k.shape, v.shape, q.dtype, q.device, lse.dtype, lse.is_contiguous()
     strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
-    key = problem, step, shapes, strides, dlse is None or (dlse.dtype, dlse.is_contiguous())
-    if (kept := _kept.get(key)) is not None:
-        # Where the tensors start is no part of the key, and is looked at each time.
-        a, b, c, d, e = addresses = [x.data_ptr() for x in given]
-        if (a | b | c | d | e) % 16 == 0:
-            return kept(addresses, q, k, v, lse, dlse)
-    deterministic, lengths = problem[3:]
+    key = "backward", problem, step, shapes, strides, dlse is None or (dlse.dtype, dlse.is_contiguous())
+    # Where the tensors start is no part of the key, and is looked at each time.
+    a, b, c, d, e, f, g = addresses = [x.data_ptr() for x in given]
+    kept = KEPT.get(key)
+    if kept is not None and (a | b | c | d | e | f | g) % 16 == 0:
+        made = empty(kept[1], q.device.index)
+    else:
+        fit = [x.contiguous() if step == 1 else addressable(x) for x in given[:5]]
+        fit += [x.float().contiguous() for x in given[5:]]
+        if any(map(operator.is_not, fit, given)):  # TMA cannot address all of them
+            dout, q, k, v, out, lse, seventh = fit
+            return gradients(dout, None if dlse is None else seventh, q, k, v, out, lse, problem, step)
+        group = q.shape[1] // k.shape[1]
+        if (
+            q.shape[-1] > 128
+            and group > 1
+            and 2 * k.shape[0] * k.shape[1] * -(-k.shape[2] // 64) <= processors(q.device)
+        ):
+            # Few blocks of 64 keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
+            keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+            dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, problem, step)
+            return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+        if not q.numel():
+            # Contiguous like all other results: torch.compile checks that the layout is the promised one.
+            return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        with torch.cuda.device(q.device if q.is_cuda else -1):
+            handles, made = _prepare(dout, q, k, v, out, lse, dlse, problem, step)
+        if handles[0] is None:  # the simulator has run the kernels
+            return tuple(made[:3])
+        kept = KEPT[key] = handles, form(*made)
+    start(kept[0], (*addresses, *[x.data_ptr() for x in made]))
+    return tuple(made[:3])
+
+
+def _prepare(dout, q, k, v, out, lse, dlse, problem: tuple, step: int) -> tuple[tuple, list[torch.Tensor]]:
+    """Plan a backward pass: its launches, and memory for dQ, dK, dV and what lies between the launches."""
+    causal, scale, window, deterministic, lengths = problem
     if q.shape[-1] % 8:
         raise ValueError(
             f"The head dimension must be a multiple of 8, not {q.shape[-1]}: TMA moves 16 bytes at a time."
@@ -108,26 +110,6 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
         raise NotImplementedError(
             "The backward pass of packed sequences takes step 6, head dimensions up to 128, and no deterministic mode."
         )
-    if not q.numel():
-        # Contiguous like all other results: torch.compile checks that the layout is the promised one.
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        return dq, *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    group = q.shape[1] // k.shape[1]
-    if q.shape[-1] > 128 and group > 1 and 2 * k.shape[0] * k.shape[1] * -(-k.shape[2] // 64) <= processors(q.device):
-        # Few blocks of 64 keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
-        keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-        dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, problem, step)
-        return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    with torch.cuda.device(q.device if q.is_cuda else -1):
-        g = _launch(key, given, lse, dlse, problem, step)
-    return g.dq, g.dk, g.dv
-
-
-def _launch(key: tuple, given: tuple, lse, dlse, problem: tuple, step: int) -> Gradients:
-    """Plan and launch a backward pass, and keep its launches if TMA could address its tensors without a copy."""
-    causal, scale, window, deterministic, lengths = problem
-    dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given)
-    numbers = lse.float().contiguous(), None if dlse is None else dlse.float().contiguous()
     mask = "packed" if lengths else "ends" if causal or window or k.shape[2] % 128 else ""
     packed, plan = None, plan_for(step, q.shape[-1], deterministic, mask)
     if lengths:
@@ -136,11 +118,6 @@ def _launch(key: tuple, given: tuple, lse, dlse, problem: tuple, step: int) -> G
         packed = packed_keys(lengths, causal, window, plan.block_n, plan.block_m, q.device)
     blocks = blocks_of(plan, q, k, processors(q.device), span(causal, window), packed.blocks if packed else ())
     order = best_order(blocks) if step == 6 and plan.block_d < 256 else block_order(blocks)
-    g = Gradients(dout, q, k, v, out, *numbers, plan, order.slots)
+    g = Gradients(dout, q, k, v, out, lse, dlse, plan, order.slots)
     found = launches(step, g, order, causal, window, scale, packed)
-    handles = [(run(g, launch), launch.tensors) for launch in found]
-    if handles[0][0] is not None and all(
-        x is y for x, y in zip((dout, q, k, v, out, *numbers), (*given, lse, dlse), strict=True)
-    ):
-        _kept[key] = _keep(handles, g)
-    return g
+    return tuple([run(g, launch) for launch in found]), [g.dq, g.dk, g.dv, g.between]

@@ -36,7 +36,8 @@ def _attention_gluon_backward_fake(dout, dlse, q, k, v, out, lse, causal, scale,
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _save_for_backward(ctx, inputs, output) -> None:
+def save_for_backward(ctx, inputs, output) -> None:
+    """Keep the tensors of a forward pass; inputs: those of its operator."""
     q, k, v, causal, scale, window, return_lse, _, lengths = inputs
     out, lse = output
     if not return_lse:
@@ -46,39 +47,37 @@ def _save_for_backward(ctx, inputs, output) -> None:
     ctx.problem = causal, scale, window, return_lse, tuple(lengths or ())
 
 
-def _gradients(ctx, dout, dlse):
-    """Gradients by a bare launch, or by the operator where more than autograd has to see it."""
+def gradients_of(ctx, dout, dlse):
+    """Gradients by a bare launch, or by the operator where more than autograd has to see it.
+
+    Under torch.use_deterministic_algorithms the bits repeat.
+    """
     q, k, v, out, lse = ctx.saved_tensors
     causal, scale, window, return_lse, lengths = ctx.problem
     if not return_lse:
         raise RuntimeError("The backward pass needs the log-sum-exp: call attention_gluon with return_lse=True.")
     dout = torch.zeros_like(out) if dout is None else dout
     deterministic = torch.are_deterministic_algorithms_enabled()
-    # Gradients of gradients are asked for if gradients are on here; q, k and v were looked at by the forward pass.
-    if torch.is_grad_enabled() or observed(dout, q):
+    # Gradients of gradients are asked for if gradients are on here; the forward pass has looked at q, k and v.
+    if torch.is_grad_enabled() or observed(dout):
         problem = causal, scale, window, deterministic, list(lengths)
         found = attention_gluon_backward(dout, dlse, q, k, v, out, lse, *problem)
     else:
         found = gradients(dout, dlse, q, k, v, out, lse, (causal, scale, window, deterministic, lengths))
-    return *found, None, None, None, None, None, None
-
-
-def differentiate(attention_gluon) -> None:
-    """Give the forward's operator its gradients. Under torch.use_deterministic_algorithms the bits repeat."""
-    attention_gluon.register_autograd(_gradients, setup_context=_save_for_backward)
+    return found
 
 
 class Attention(torch.autograd.Function):
     """The output and the log-sum-exp of `run(q, k, v, *problem)`, with gradients of q, k and v."""
 
     @staticmethod
-    def forward(ctx, run, *inputs):
-        """Run the forward pass, and keep its tensors for the backward pass; inputs: those of the forward's operator."""
-        output = run(*inputs)
-        _save_for_backward(ctx, inputs, output)
+    def forward(ctx, run, q, k, v, problem):
+        """Run the forward pass, and keep its tensors for the backward pass; problem: the operator's other arguments."""
+        output = run(q, k, v, *problem)
+        save_for_backward(ctx, (q, k, v, *problem), output)
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        """Return the gradients of the inputs, and none of `run`."""
-        return None, *_gradients(ctx, dout, dlse)
+        """Return the gradients of q, k and v."""
+        return None, *gradients_of(ctx, dout, dlse), None
