@@ -66,7 +66,7 @@ def consumer(work, ring, out, partial, WHICH: gl.constexpr):
     """One warpgroup: rows WHICH * rows and on of each tile, or of a part of its steps."""
     PLAN: gl.constexpr = work.PLAN
     ROWS: gl.constexpr = PLAN.rows
-    COLUMNS: gl.constexpr = PLAN.block_n
+    COLUMNS: gl.constexpr = PLAN.columns
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     step = 0
     wait_for_launch_before()
@@ -120,8 +120,10 @@ def bystander(work):
     join_cluster(work.PLAN)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "split"])
-def gemm_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, whole, split, PLAN: gl.constexpr):
+@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "split", "transposed"])
+def gemm_kernel(
+    a_desc, b_desc, c_desc, turned_desc, sums, counters, M, N, K, whole, split, transposed, PLAN: gl.constexpr
+):
     """The warp-specialized kernel: allocate ring and barriers, then start the roles.
 
     The descriptors bring boxes of PLAN. C is (M, N): `whole` tiles are computed whole, each of the others in `split` parts, with
@@ -130,9 +132,9 @@ def gemm_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, whole, split, P
     ring = allocate_ring(a_desc.dtype, PLAN)
     work = Work(M, N, K, whole, split, PLAN)
     CONSUMERS: gl.constexpr = PLAN.consumers
-    C_BOX: gl.constexpr = PLAN.c_box
-    buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, C_BOX)
-    out, partial = (c_desc, buffers), (sums, counters)
+    PIECE: gl.constexpr = PLAN.piece
+    buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, PIECE)
+    out, partial = (c_desc, turned_desc, buffers, transposed), (sums, counters)
     # The first role, the last of the plan's consumers, has num_warps and the registers that are left.
     gl.warp_specialize(
         [
@@ -148,12 +150,14 @@ def gemm_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, whole, split, P
     )
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "split"])
-def short_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, whole, split, PLAN: gl.constexpr):
+@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "split", "transposed"])
+def short_kernel(
+    a_desc, b_desc, c_desc, turned_desc, sums, counters, M, N, K, whole, split, transposed, PLAN: gl.constexpr
+):
     """The short kernel: compute one tile of C, or one part of its sums. The arguments are those of `gemm_kernel`."""
     STAGES: gl.constexpr = PLAN.stages
     ROWS: gl.constexpr = PLAN.block_m
-    COLUMNS: gl.constexpr = PLAN.block_n
+    COLUMNS: gl.constexpr = PLAN.columns
     ring = allocate_ring(a_desc.dtype, PLAN)
     work = Work(M, N, K, whole, split, PLAN)
     item = gl.program_id(0)
@@ -178,7 +182,7 @@ def short_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, whole, split, 
         ring.fill(later, a_desc, b_desc, row, column, (first + later) * BLOCK_K, fetch)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
-    C_BOX: gl.constexpr = PLAN.c_box
-    buffers = shared_tiles(c_desc.dtype, PLAN.buffers, C_BOX)
-    store_item(work, (c_desc, buffers), (sums, counters), acc, item, row, column, 0)
+    PIECE: gl.constexpr = PLAN.piece
+    buffers = shared_tiles(c_desc.dtype, PLAN.buffers, PIECE)
+    store_item(work, (c_desc, turned_desc, buffers, transposed), (sums, counters), acc, item, row, column, 0)
     tma.store_wait(0)  # shared memory must live until TMA has read it

@@ -44,7 +44,7 @@ class Launch:
     def into(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
         """Write A @ B into a matrix that lies in memory as `padded` makes it."""
         a, b = (b, a) if self.transposed else (a, b)
-        self.start(a, b, c, *workspace(c, self.partial_sums, self.counters))
+        self.start(a, b, c, c, *workspace(c, self.partial_sums, self.counters))
 
 
 def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,9 @@ def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
     return torch.empty((rows, ceil_div(columns, 8) * 8), dtype=like.dtype, device=like.device)[:, :columns]
 
 
-def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: int = 1) -> Launch:
+def prepare(
+    a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: int = 1, transposed: bool = False
+) -> Launch:
     """Compile the kernel of a plan, the one with the shortest estimated time by default.
 
     Args:
@@ -63,19 +65,21 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
         b: (K, N).
         plan: a plan.
         split: with a plan, into how many parts the tiles are cut that do not fill a round.
+        transposed: with a plan, whether the kernel computes C^T = B^T A^T, so that its rows are columns of C.
     """
     shape, k = (a.shape[0], b.shape[1]), a.shape[1]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     if plan is None:
-        plan, split = choose(*shape, k, sms)
+        plan, split, transposed = choose(*shape, k, sms)
     (m, n), a_rows, b_rows = shape, rows_in_memory("A", a), rows_in_memory("B", b)
-    if plan.transposed:
+    if transposed:
         a, b, m, n, a_rows, b_rows = b, a, n, m, rows_in_memory("B", b.T), rows_in_memory("A", a.T)
     if split > max(1, ceil_div(k, BLOCK_K)):
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
     plan = replace(plan, a_column_major=a_rows.column_major, b_column_major=b_rows.column_major)
     if not a.is_cuda:
-        plan = replace(plan, down=1, abreast=1)  # the simulator has no clusters
+        # The simulator has no clusters, and products as wide as tensors.
+        plan = replace(plan, down=1, abreast=1, block_n=plan.columns)
     items = items_of(m, n, plan, split, sms)
     # Not by what `workspace` returns for nothing: a kernel with other types of arguments would be compiled once more.
     partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * plan.block_n)
@@ -83,25 +87,30 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     # The short kernel has a block for each item; the other a block an SM, or an item where there are fewer.
     groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
     kernel, blocks = short_kernel if plan.short else gemm_kernel, groups * plan.cluster
-    sizes = (m, n, k, items.whole, items.split, plan)
+    sizes = (m, n, k, items.whole, items.split, int(transposed), plan)
     options = {"num_warps": 4, "launch_pdl": True}
 
     def described(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
         c_rows = Rows(*shape, c.stride(0), False)
         return tuple(
             TensorDescriptor(x, [rows.number, rows.length], [rows.pitch, 1], box, box_layout(box))
-            for x, rows, box in ((a, a_rows, plan.a_box), (b, b_rows, plan.b_box), (c, c_rows, plan.c_box))
+            for x, rows, box in (
+                (a, a_rows, plan.a_box),
+                (b, b_rows, plan.b_box),
+                (c, c_rows, plan.piece),
+                (c, c_rows, plan.piece[::-1]),
+            )
         )
 
     if not a.is_cuda:
-        start = lambda a, b, c, *memory: kernel[(blocks,)](*described(a, b, c), *memory, *sizes, **options)  # noqa: E731
-        return Launch(start, shape, partial_sums, counters, plan.transposed)
+        start = lambda a, b, c, _, *memory: kernel[(blocks,)](*described(a, b, c), *memory, *sizes, **options)  # noqa: E731
+        return Launch(start, shape, partial_sums, counters, transposed)
     c = padded(shape, a)
     with torch.cuda.device(a.device):
         tensors = (*described(a, b, c), *workspace(c, partial_sums, counters))
         compiled = kernel.warmup(*tensors, *sizes, grid=(blocks,), **options)
         start = Handle(adapted(compiled, plan), (groups,), tensors, sizes, a.device.index, plan.cluster)
-    return Launch(start, shape, partial_sums, counters, plan.transposed)
+    return Launch(start, shape, partial_sums, counters, transposed)
 
 
 def box_layout(shape: list[int]) -> gl.NVMMASharedLayout:
@@ -169,6 +178,15 @@ def _arrive_in_all(found: re.Match, blocks: int) -> str:
     )
 
 
+_PRODUCT = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)\d+(k16[\w.]*) *\{([^{}]*)\}")
+
+
+def narrow(ptx: str, columns: int) -> str:
+    """Make products of all columns of a tile's tensors ones of the tile's columns; the sums of the others stay zero."""
+    first = lambda found: ",".join(found[3].split(",")[: columns // 2])  # noqa: E731
+    return _PRODUCT.sub(lambda found: f"{found[1]}{columns}{found[2]} {{{first(found)}}}", ptx)
+
+
 _MEETING = re.compile(r"\s*bar\.sync\s+0;")
 _SYNCHRONIZED = re.compile(r"mbarrier\.|wgmma|matrix|cp\.async|\bbar\.|\bbra\b|_tx")
 
@@ -199,6 +217,7 @@ def adapted(compiled: Any, plan: Plan) -> Any:
 
     def rewrite(ptx: str) -> str:
         ptx = prefetch_descriptors(multicast(ptx, plan) if plan.cluster > 1 else ptx)
+        ptx = narrow(ptx, plan.block_n)
         return fewer_meetings(ptx) if plan.short else ptx
 
     return reassembled(compiled, rewrite)
@@ -208,8 +227,12 @@ def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
 
-    boxes = {"a_desc": plan.a_box, "b_desc": plan.b_box, "c_desc": plan.c_box}
+    boxes = {"a_desc": plan.a_box, "b_desc": plan.b_box, "c_desc": plan.piece, "turned_desc": plan.piece[::-1]}
     signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in boxes.items()}
-    signature |= {"sums": "*fp32", "counters": "*i32", **dict.fromkeys(("M", "N", "K", "whole", "split"), "i32")}
+    signature |= {
+        "sums": "*fp32",
+        "counters": "*i32",
+        **dict.fromkeys(("M", "N", "K", "whole", "split", "transposed"), "i32"),
+    }
     kernel = short_kernel if plan.short else gemm_kernel
     return adapted(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums", "counters"]), plan)

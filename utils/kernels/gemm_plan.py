@@ -6,6 +6,7 @@ product and its number of parts are arguments of the launch, so that a new shape
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -31,7 +32,6 @@ class Plan:
     down: int = 1  # blocks of a cluster whose tiles lie below each other: they share B
     abreast: int = 1  # blocks of a cluster whose tiles lie side by side: they share A; only one of both is more than 1
     short: bool = False  # the kernel for short products: one block a tile, several blocks on an SM
-    transposed: bool = False  # the kernel computes C^T = B^T A^T, so that its rows are columns of C
     a_column_major: bool = False
     b_column_major: bool = False
 
@@ -56,9 +56,19 @@ class Plan:
         return [BLOCK_K, self.rows] if self.a_column_major else [self.rows, BLOCK_K]
 
     @property
+    def columns(self) -> int:
+        """Columns of the tile's tensors, a power of two: wgmma takes any multiple of 8 columns, Gluon's tensors do not."""
+        return 1 << (self.block_n - 1).bit_length()
+
+    @property
     def b_tile(self) -> list[int]:
         """B's columns in a slot, as they lie in memory."""
-        return [self.block_n, BLOCK_K] if self.b_column_major else [BLOCK_K, self.block_n]
+        return [self.columns, BLOCK_K] if self.b_column_major else [BLOCK_K, self.columns]
+
+    @property
+    def b_times(self) -> int:
+        """Copies that bring B's tile: of a width between powers of two 64 columns each, since no tensor is as wide."""
+        return 1 if self.columns == self.block_n else ceil_div(self.block_n, BLOCK_K)
 
     @property
     def a_box(self) -> list[int]:
@@ -68,17 +78,12 @@ class Plan:
     @property
     def b_box(self) -> list[int]:
         """Rows and columns of `b_tile` that one TMA copy brings."""
-        return _piece(self.b_tile, self.down)
+        return _piece(self.b_tile if self.b_times == 1 else [BLOCK_K, BLOCK_K], self.down)
 
     @property
     def piece(self) -> list[int]:
         """Rows and columns of a piece of a tile: a consumer stores its rows by pieces, through buffers that take turns."""
-        return [self.rows, min(32 if self.consumers == 3 else 64, self.block_n)]
-
-    @property
-    def c_box(self) -> list[int]:
-        """A piece as it lies in C."""
-        return self.piece[::-1] if self.transposed else self.piece
+        return [self.rows, 32 if self.consumers == 3 else math.gcd(64, self.block_n)]
 
     @property
     def pieces(self) -> int:
@@ -103,20 +108,20 @@ class Plan:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of A and B in a slot of the ring."""
-        return 2 * (self.block_m + self.block_n) * BLOCK_K
+        """Bytes of A and B that TMA brings for a slot of the ring."""
+        return 2 * (self.block_m + (self.columns if self.b_times == 1 else self.b_times * BLOCK_K)) * BLOCK_K
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory for the ring and for pieces of C; the short kernel stores C through the ring's memory."""
-        ring = self.stages * self.slot_bytes
+        ring = self.stages * 2 * (self.block_m + self.columns) * BLOCK_K
         return max(ring, 2 * self.block_m * self.block_n) if self.short else ring + 4 * self.block_m * self.piece[1]
 
     @property
     def name(self) -> str:
         """Name in the records, such as "128x256 2x1": the tile and the cluster."""
         cluster = f" {self.down}x{self.abreast}" if self.cluster > 1 else ""
-        return f"{'short ' if self.short else ''}{self.block_m}x{self.block_n}{cluster}{' transposed' if self.transposed else ''}"
+        return f"{'short ' if self.short else ''}{self.block_m}x{self.block_n}{cluster}"
 
 
 def _piece(tile: list[int], blocks: int) -> list[int]:
@@ -162,15 +167,13 @@ def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
 
 
 PLANS = (
-    Plan(64, 32, stages=6, short=True, transposed=True),
+    Plan(64, 32, stages=6, short=True),
     Plan(64, 64, stages=6, short=True),
     Plan(64, 128, stages=8, short=True),
     Plan(128, 128, stages=3, short=True),
-    Plan(64, 128, stages=8, down=4, transposed=True),
+    Plan(64, 128, stages=8, down=4),
     Plan(128, 128, stages=6, down=4),
-    Plan(128, 128, stages=6, abreast=4),
     Plan(192, 128, stages=5, abreast=2),
-    Plan(192, 128, stages=5, abreast=2, transposed=True),
     Plan(128, 256, stages=4, down=2),
 )
 
@@ -194,7 +197,6 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     A step takes as long as its products or its bytes, whichever is longer; a little longer where they are alike. All steps of the
     busiest SM are one after the other.
     """
-    m, n = (n, m) if plan.transposed else (m, n)
     items, once, steps = items_of(m, n, plan, split, sms), clusters_at_once(plan.cluster, sms), ceil_div(k, BLOCK_K)
     whole, parts = ceil_div(items.whole, once), ceil_div(items.rest * items.split, once)
     # The short kernel's blocks share an SM, as its 233472 bytes allow: each takes 1024 more of them than it asks for.
@@ -211,7 +213,9 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     return time + (PART + ADD * 2 * kb_c / plan.consumers * items.split if items.rest else 0)
 
 
-def choose(m: int, n: int, k: int, sms: int) -> tuple[Plan, int]:
-    """Return the plan with the shortest estimated time, and into how many parts its tiles are cut that fill no round."""
-    found = [(plan, split) for plan in PLANS if plan.cluster <= sms for split in SPLITS if split <= max(1, k // 128)]
-    return min(found, key=lambda one: estimate(m, n, k, one[0], one[1], sms))
+def choose(m: int, n: int, k: int, sms: int) -> tuple[Plan, int, bool]:
+    """Return the plan with the shortest estimated time, in how many parts tiles are that fill no round, and whether C is transposed."""
+    splits = [split for split in SPLITS if split <= max(1, k // 128)]
+    plans = [plan for plan in PLANS if plan.cluster <= sms]
+    found = itertools.product(plans, splits, (False, True))
+    return min(found, key=lambda one: estimate(*((n, m) if one[2] else (m, n)), k, one[0], one[1], sms))

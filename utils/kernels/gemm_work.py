@@ -178,23 +178,30 @@ class Ring:
             rows = row + w * self.PLAN.rows
             at = (k, rows) if self.PLAN.a_column_major else (rows, k)
             self.fetch(a_desc, tile, at, full, pred, self.PLAN.abreast)
-        at = (column, k) if self.PLAN.b_column_major else (k, column)
-        self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
+        TIMES: gl.constexpr = self.PLAN.b_times
+        for time in gl.static_range(TIMES):
+            columns = column + time * BLOCK_K
+            at = (columns, k) if self.PLAN.b_column_major else (k, columns)
+            self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down, time)
 
     @gluon.jit
-    def fetch(self, desc, tile, at, full, pred, BLOCKS: gl.constexpr):
-        """Producer: fetch a tile of an operand; of one that BLOCKS blocks share, this block's piece for all of them."""
+    def fetch(self, desc, tile, at, full, pred, BLOCKS: gl.constexpr, TIME: gl.constexpr = 0):
+        """Producer: fetch a tile of an operand, or a share of it; of one that BLOCKS blocks share, this block's piece for all."""
         ROWS: gl.constexpr = desc.block_type.shape[0]
         COLUMNS: gl.constexpr = desc.block_type.shape[1]
-        if BLOCKS == 1:
+        COUNT: gl.constexpr = tile.shape[0] * tile.shape[1] // (ROWS * COLUMNS)
+        if COUNT == 1:
             tma_load(desc, [at[0], at[1]], full, tile, pred=pred)
         else:
-            DOWN: gl.constexpr = BLOCKS * COLUMNS // tile.shape[1]  # pieces of a column of pieces
+            DOWN: gl.constexpr = tile.shape[0] // ROWS  # pieces of a column of pieces
             piece = rank(BLOCKS)
-            place = tile.reinterpret(tile.dtype, [BLOCKS, ROWS, COLUMNS], tile.layout).index(piece)
-            instruct(MARK_SHARED)
-            tma_load(desc, [at[0] + piece % DOWN * ROWS, at[1] + piece // DOWN * COLUMNS], full, place)
-            instruct(MARK_OWN)
+            places = tile.reinterpret(tile.dtype, [COUNT, ROWS, COLUMNS], tile.layout)
+            if BLOCKS > 1:
+                instruct(MARK_SHARED)
+            place = places.index(TIME * BLOCKS + piece)
+            tma_load(desc, [at[0] + piece % DOWN * ROWS, at[1] + piece // DOWN * COLUMNS], full, place, pred=pred)
+            if BLOCKS > 1:
+                instruct(MARK_OWN)
 
     @gluon.jit
     def operands(self, i, WHICH: gl.constexpr):
@@ -263,9 +270,10 @@ def sums_of(work, partial, item, part, WHICH: gl.constexpr, column, COLUMNS: gl.
 def leave_part(work, partial, acc, item, WHICH: gl.constexpr):
     """Leave a part's sums in global memory, and tell whether all parts of the tile are there now."""
     tile, part = work.tile_and_part(item)
-    COLUMNS: gl.constexpr = work.PLAN.block_n
+    COLUMNS: gl.constexpr = work.PLAN.columns
     layout: gl.constexpr = acc.type.layout
-    gl.store(sums_of(work, partial, item, part, WHICH, 0, COLUMNS, layout), acc)
+    inside = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)) < work.PLAN.block_n
+    gl.store(sums_of(work, partial, item, part, WHICH, 0, COLUMNS, layout), acc, mask=inside[None, :])
     # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
     whole_warpgroup()
     counter = partial[1] + tile * work.PLAN.consumers + WHICH
@@ -307,18 +315,25 @@ def column_pieces(tile, PIECES: gl.constexpr):
 @gluon.jit
 def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr):
     """Store column block i of a consumer's rows through a buffer by TMA, which drops what lies outside of C."""
-    c_desc, buffers = out
+    c_desc, turned_desc, buffers, transposed = out
     BUFFERS: gl.constexpr = work.PLAN.buffers
-    buffer = buffers.index(WHICH * BUFFERS + i % BUFFERS)
+    COUNT: gl.constexpr = BUFFERS * work.PLAN.consumers
+    PIECE: gl.constexpr = work.PLAN.piece
+    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PIECE[1], PIECE[0]], c_desc.dtype)
+    number = WHICH * BUFFERS + i % BUFFERS
     tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
-    column += i * work.PLAN.piece[1]
-    if work.PLAN.transposed:
-        buffer.permute((1, 0)).store(piece)
-        row, column = column, row
+    column += i * PIECE[1]
+    # In both branches: written by threads, read by the TMA unit, which may read older data without the fence.
+    if transposed != 0:
+        turned = buffers.reinterpret(c_desc.dtype, [COUNT, PIECE[1], PIECE[0]], TURNED).index(number)
+        turned.permute((1, 0)).store(piece)
+        fence_async_shared()
+        tma_store(turned_desc, [column, row], turned)
     else:
+        buffer = buffers.index(number)
         buffer.store(piece)
-    fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
-    tma_store(c_desc, [row, column], buffer)
+        fence_async_shared()
+        tma_store(c_desc, [row, column], buffer)
 
 
 @gluon.jit
@@ -327,7 +342,7 @@ def store_item(work, out, partial, acc, item, row, column, WHICH: gl.constexpr):
     PIECES: gl.constexpr = work.PLAN.pieces
     dtype: gl.constexpr = out[0].dtype
     if work.part(item) < 0:
-        pieces = column_pieces(acc.to(dtype), PIECES)
+        pieces = column_pieces(acc.to(dtype), work.PLAN.columns // work.PLAN.piece[1])
         for i in gl.static_range(PIECES):
             store_piece(work, out, pieces[i], i, row, column, WHICH)
     elif leave_part(work, partial, acc, item, WHICH):
