@@ -1,7 +1,6 @@
 """Start the Gluon GEMM's kernels: describe the operands for TMA, choose a plan, compile, adapt the PTX, launch.
 
-`prepare` returns a launch, which can be repeated on operands of the same shapes, strides and alignment without deciding
-anything again: that is how `utils.kernels.gemm` keeps a call cheap.
+`prepare` decides all of that once, so that a call of `utils.kernels.gemm` is cheap when it comes again.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,32 +18,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils.kernels.assembling import reassembled
 from utils.kernels.gemm_gluon import gemm_kernel, short_kernel
-from utils.kernels.gemm_plan import BLOCK_K, Plan, ceil_div, choose, clusters_at_once, items_of
+from utils.kernels.gemm_plan import BLOCK_K, ROWS, Plan, ceil_div, choose, clusters_at_once, items_of
 from utils.kernels.gemm_work import OWN, SHARED
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A launch that was prepared, for A and B of the same shapes, strides and alignment."""
-
-    start: Callable[..., object]  # with A, B, C, sums and counters
-    shape: tuple[int, int]
-    partial_sums: int  # fp32 numbers of tiles in parts; one, never touched, if there are none
-    counters: int
-    transposed: bool  # whether the kernel takes B first
-
-    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return C = A @ B."""
-        c = padded(self.shape, a)
-        self.into(a, b, c)
-        return c.contiguous()
-
-    def into(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-        """Write A @ B into a matrix that lies in memory as `padded` makes it."""
-        a, b = (b, a) if self.transposed else (a, b)
-        self.start(a, b, c, c, *workspace(c, self.partial_sums, self.counters))
 
 
 def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
@@ -57,8 +34,11 @@ def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
 
 def prepare(
     a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: int = 1, transposed: bool = False
-) -> Launch:
-    """Compile the kernel of a plan, the one with the shortest estimated time by default.
+) -> Callable[..., torch.Tensor]:
+    """Return a function of A, B and, if it is there, C, a matrix as `padded` makes it, that launches the kernel of a plan.
+
+    The function takes operands of the same shapes, strides and alignment. The plan is by default the one with the shortest estimated
+    time.
 
     Args:
         a: (M, K), fp16 or bf16, row- or column-major; the caller has checked both, and nothing is empty.
@@ -71,15 +51,15 @@ def prepare(
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     if plan is None:
         plan, split, transposed = choose(*shape, k, sms)
-    (m, n), a_rows, b_rows = shape, rows_in_memory("A", a), rows_in_memory("B", b)
+    (m, n), (a_columns, *a_rows), (b_columns, *b_rows) = shape, rows_in_memory("A", a), rows_in_memory("B", b)
     if transposed:
-        a, b, m, n, a_rows, b_rows = b, a, n, m, rows_in_memory("B", b.T), rows_in_memory("A", a.T)
+        a, b, m, n, a_rows, b_rows, a_columns, b_columns = b, a, n, m, b_rows, a_rows, not b_columns, not a_columns
     if split > max(1, ceil_div(k, BLOCK_K)):
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
-    plan = replace(plan, a_column_major=a_rows.column_major, b_column_major=b_rows.column_major)
+    plan = replace(plan, a_column_major=a_columns, b_column_major=b_columns)
     if not a.is_cuda:
         # The simulator has no clusters, and products as wide as tensors.
-        plan = replace(plan, down=1, abreast=1, block_n=plan.columns)
+        plan = replace(plan, cluster=1, block_n=plan.columns)
     items = items_of(m, n, plan, split, sms)
     # Not by what `workspace` returns for nothing: a kernel with other types of arguments would be compiled once more.
     partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * plan.block_n)
@@ -91,26 +71,30 @@ def prepare(
     options = {"num_warps": 4, "launch_pdl": True}
 
     def described(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
-        c_rows = Rows(*shape, c.stride(0), False)
-        return tuple(
-            TensorDescriptor(x, [rows.number, rows.length], [rows.pitch, 1], box, box_layout(box))
-            for x, rows, box in (
-                (a, a_rows, plan.a_box),
-                (b, b_rows, plan.b_box),
-                (c, c_rows, plan.piece),
-                (c, c_rows, plan.piece[::-1]),
-            )
+        c_rows = [*shape], [c.stride(0), 1]
+        boxes = (
+            (a, a_rows, [ROWS, BLOCK_K]),
+            (b, b_rows, plan.b_box),
+            (c, c_rows, plan.piece),
+            (c, c_rows, plan.piece[::-1]),
         )
+        return tuple(TensorDescriptor(x, *rows, box, box_layout(box)) for x, rows, box in boxes)
+
+    def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
+        c = padded(shape, a) if c is None else c
+        a, b = (b, a) if transposed else (a, b)
+        start(a, b, c, c, *workspace(c, partial_sums, counters))
+        return c.contiguous()
 
     if not a.is_cuda:
         start = lambda a, b, c, _, *memory: kernel[(blocks,)](*described(a, b, c), *memory, *sizes, **options)  # noqa: E731
-        return Launch(start, shape, partial_sums, counters, transposed)
+        return launch
     c = padded(shape, a)
     with torch.cuda.device(a.device):
         tensors = (*described(a, b, c), *workspace(c, partial_sums, counters))
         compiled = kernel.warmup(*tensors, *sizes, grid=(blocks,), **options)
         start = Handle(adapted(compiled, plan), (groups,), tensors, sizes, a.device.index, plan.cluster)
-    return Launch(start, shape, partial_sums, counters, transposed)
+    return launch
 
 
 def box_layout(shape: list[int]) -> gl.NVMMASharedLayout:
@@ -118,24 +102,14 @@ def box_layout(shape: list[int]) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(shape, gl.float16)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """How a matrix lies in memory: rows, elements of a row, elements from row to row, whether it is transposed."""
-
-    number: int
-    length: int
-    pitch: int
-    column_major: bool
-
-
-def rows_in_memory(label: str, x: torch.Tensor) -> Rows:
-    """Return how a matrix lies in memory, or raise a ValueError if TMA cannot copy it."""
+def rows_in_memory(label: str, x: torch.Tensor) -> tuple[bool, list[int], list[int]]:
+    """Return whether a matrix is column-major, and its shape and strides in memory; raise a ValueError if TMA cannot copy it."""
     for column_major, y in ((False, x), (True, x.T)):
         (outer, inner), pitch = y.shape, y.stride(0)
         if outer == 1:
             pitch = ceil_div(inner, 8) * 8  # there is no second row: any pitch will do
         if (y.stride(1) == 1 or inner == 1) and pitch % 8 == 0 and pitch >= inner and x.data_ptr() % 16 == 0:
-            return Rows(outer, inner, pitch, column_major)
+            return column_major, [outer, inner], [pitch, 1]
     raise ValueError(
         f"gemm_warp_specialized copies {label} by TMA, which needs rows (or columns) of neighbouring elements that "
         f"start at multiples of 16 bytes; got {label} {tuple(x.shape)} with strides {x.stride()} elements, "
@@ -227,7 +201,7 @@ def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
 
-    boxes = {"a_desc": plan.a_box, "b_desc": plan.b_box, "c_desc": plan.piece, "turned_desc": plan.piece[::-1]}
+    boxes = {"a_desc": [ROWS, BLOCK_K], "b_desc": plan.b_box, "c_desc": plan.piece, "turned_desc": plan.piece[::-1]}
     signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in boxes.items()}
     signature |= {
         "sums": "*fp32",

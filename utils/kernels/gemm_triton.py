@@ -1,15 +1,8 @@
-"""The Triton rungs of the GEMM ladder: the device code. `utils/kernels/gemm.py` is the way in.
+"""The Triton rungs of the GEMM ladder: the device code. `utils/kernels/gemm.py` lists the rungs and is the way in.
 
-Both kernels compute C = A @ B from pointers, sizes and strides, so a transposed view costs no copy, and accumulate in
-fp32. What changes from one rung to the next:
-
-    rung            a program computes                reads of A and B, in elements      order of programs
-    naive           1 x 256 of one row of C           2 M N K: nothing is shared          row by row
-    tiled           64 x 64 of C                      M N K (1/BLOCK_M + 1/BLOCK_N)       row of tiles by row of tiles
-    tiled_grouped   the same, loads four tiles ahead  the same, more of them out of L2    8 rows of tiles abreast
-    autotuned       the fastest tile of seven         M N K (1/BLOCK_M + 1/BLOCK_N)       8 rows of tiles abreast
-
-Importing this module imports Triton. With TRITON_INTERPRET=1 set before that, the kernels run on CPU tensors.
+Both kernels compute C = A @ B from pointers, sizes and strides, so a transposed view costs no copy, and accumulate in fp32. The
+naive one reads 2 M N K elements of A and B, the tiled one M N K (1 / BLOCK_M + 1 / BLOCK_N). Importing this module imports
+Triton. With TRITON_INTERPRET=1 set before that, the kernels run on CPU tensors.
 """
 
 from __future__ import annotations

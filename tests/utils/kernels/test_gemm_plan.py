@@ -10,13 +10,23 @@ import pytest
 
 from tests.utils.kernel_code import Number, kernel_code
 from tools.record.gemm_shapes import draw_shapes
-from utils.kernels.gemm_plan import BLOCK_K, GROUP_M, PLANS, SHARED_BYTES, SPLITS, choose, clusters_at_once, items_of
+from utils.kernels.gemm_plan import (
+    BLOCK_K,
+    GROUP_M,
+    PLANS,
+    ROWS,
+    SHARED_BYTES,
+    SPLITS,
+    choose,
+    clusters_at_once,
+    items_of,
+)
 
 CODE = kernel_code(
     "utils/kernels/gemm_work.py",
     "@aggregate\nclass Work",
-    "@aggregate\nclass Ring",
-    rank=lambda cluster: CODE.gl.program % cluster,
+    "# The ring is",
+    rank=lambda plan: CODE.gl.program % plan.cluster,
     BLOCK_K=BLOCK_K,
     GROUP_M=GROUP_M,
 )
@@ -39,15 +49,15 @@ def check(m, n, k, plan, split, sms):
     for program in range(CODE.gl.programs):
         CODE.gl.program = program
         for item in map(Number, range(program // plan.cluster, items.number, groups)):
-            tile, first, last = work.locate(item)
-            tiles.setdefault(tuple(map(int, work.origin(tile))), []).append((int(first), int(last)))
+            first, last, *origin = map(int, work.locate(item))
+            tiles.setdefault(tuple(origin), []).append((first, last))
             assert first < last  # a part without a step would release a slot that nobody filled
-            if work.part(item) >= 0:
+            if item >= work.whole:
                 tile, part = map(int, work.tile_and_part(item))
                 assert (tile, part) not in places_of_sums
                 places_of_sums.add((tile, part))
     assert places_of_sums == set(itertools.product(range(items.rest * plan.cluster), range(items.split)))
-    rows, columns = plan.block_m * plan.down, plan.block_n * plan.abreast
+    rows, columns = plan.block_m * plan.cluster, plan.block_n
     assert set(tiles) == set(  # and so C is covered, since tiles lie side by side
         itertools.product(
             range(0, -(-m // rows) * rows, plan.block_m), range(0, -(-n // columns) * columns, plan.block_n)
@@ -85,14 +95,14 @@ def test_each_tile_of_many_more_sizes_is_computed_once(seed):
 def test_every_plan_fits_and_is_whole():
     assert len(set(PLANS)) == len(PLANS) <= 12
     for plan in PLANS:
-        assert plan.shared_bytes <= SHARED_BYTES and plan.rows in (64, 128)
+        assert plan.shared_bytes <= SHARED_BYTES and plan.consumers * ROWS == plan.block_m
         assert plan.pieces * plan.piece[1] == plan.block_n and plan.buffers <= plan.pieces
         assert not plan.short or plan.consumers == plan.cluster == 1
         for column_major in (False, True):
-            plan = replace(plan, a_column_major=column_major, b_column_major=column_major)
-            for box, tile, blocks in ((plan.a_box, plan.a_tile, plan.abreast), (plan.b_box, plan.b_tile, plan.down)):
-                times = plan.b_times if tile is plan.b_tile else 1
-                assert box[0] % 8 == 0 and box[1] >= 32 and times * math.prod(box) * blocks <= math.prod(tile)
+            plan = replace(plan, b_column_major=column_major)
+            assert plan.b_box[0] % 8 == 0 and plan.b_box[1] >= 32  # rows of the swizzle
+            each = plan.brought * BLOCK_K // plan.cluster  # elements that a block fetches
+            assert plan.block_n <= plan.brought <= plan.columns and each % math.prod(plan.b_box) == 0
 
 
 def test_what_is_chosen_is_sound():
