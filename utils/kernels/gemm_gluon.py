@@ -70,7 +70,7 @@ def consumer(work, ring, out, partial, WHICH: gl.constexpr):
     step = 0
     wait_for_launch_before()
     join_cluster(PLAN)
-    for item in range(gl.program_id(0) // PLAN.cluster, work.items(), gl.num_programs(0) // PLAN.cluster):
+    for item in range(gl.program_id(0) // PLAN.cluster, work.items, gl.num_programs(0) // PLAN.cluster):
         first, last, row, column = work.locate(item)
         # Made anew for each tile, so that its registers are free while parts are added up.
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
@@ -95,7 +95,7 @@ def producer(work, ring, a_desc, b_desc):
     # Only now: with several launches ahead, blocks of those far ahead would take the SMs of the next.
     let_next_launch_begin()
     join_cluster(PLAN)
-    for item in range(gl.program_id(0) // PLAN.cluster, work.items(), gl.num_programs(0) // PLAN.cluster):
+    for item in range(gl.program_id(0) // PLAN.cluster, work.items, gl.num_programs(0) // PLAN.cluster):
         first, last, row, column = work.locate(item)
         for k in range(first, last):
             # Without this wait TMA would overwrite what a consumer still reads, another block's too where it shares the
@@ -111,15 +111,9 @@ def producer(work, ring, a_desc, b_desc):
             wait_until_empty(ring, step + i, STAGES)
 
 
-@gluon.jit
-def bystander(work):
-    """Warps without a role: they are there because all warps of a block join its cluster."""
-    join_cluster(work.PLAN)
-
-
-@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "split", "transposed"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "items", "whole", "split", "transposed"])
 def gemm_kernel(
-    a_desc, b_desc, c_desc, turned_desc, sums, counters, M, N, K, whole, split, transposed, PLAN: gl.constexpr
+    a_desc, b_desc, c_desc, turned_desc, sums, counters, M, N, K, items, whole, split, transposed, PLAN: gl.constexpr
 ):
     """The warp-specialized kernel: allocate ring and barriers, then start the roles.
 
@@ -127,7 +121,7 @@ def gemm_kernel(
     sums in fp32 (tiles in parts, parts, block_m, block_n) and counters in int32, all zero (tiles in parts, consumers).
     """
     ring = allocate_ring(a_desc.dtype, PLAN)
-    work = Work(M, N, K, whole, split, PLAN)
+    work = Work(M, N, K, items, whole, split, PLAN)
     CONSUMERS: gl.constexpr = PLAN.consumers
     PIECE: gl.constexpr = PLAN.piece
     buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, PIECE)
@@ -139,23 +133,23 @@ def gemm_kernel(
             (consumer, (work, ring, out, partial, 1)),
             (consumer, (work, ring, out, partial, 0)),
             (producer, (work, ring, a_desc, b_desc)),
-            (bystander, (work,)),
-            (bystander, (work,)),
+            (join_cluster, (PLAN,)),  # warps without a role
+            (join_cluster, (PLAN,)),
         ][2 - CONSUMERS :],
         [4] * (CONSUMERS - 1) + [1, 1, 2],
         [232] * (CONSUMERS - 1) + [24] * 3,
     )
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "split", "transposed"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "items", "whole", "split", "transposed"])
 def short_kernel(
-    a_desc, b_desc, c_desc, turned_desc, sums, counters, M, N, K, whole, split, transposed, PLAN: gl.constexpr
+    a_desc, b_desc, c_desc, turned_desc, sums, counters, M, N, K, items, whole, split, transposed, PLAN: gl.constexpr
 ):
     """The short kernel: compute one tile of C, or one part of its sums. The arguments are those of `gemm_kernel`."""
     STAGES: gl.constexpr = PLAN.stages
     COLUMNS: gl.constexpr = PLAN.columns
     ring = allocate_ring(a_desc.dtype, PLAN)
-    work = Work(M, N, K, whole, split, PLAN)
+    work = Work(M, N, K, items, whole, split, PLAN)
     item = gl.program_id(0)
     first, last, row, column = work.locate(item)
     count = last - first

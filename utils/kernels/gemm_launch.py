@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils.kernels.assembling import reassembled
 from utils.kernels.gemm_gluon import gemm_kernel, short_kernel
-from utils.kernels.gemm_plan import BLOCK_K, ROWS, Plan, ceil_div, choose, clusters_at_once, items_of
+from utils.kernels.gemm_plan import BLOCK_K, Plan, ceil_div, choose, clusters_at_once, items_of
 from utils.kernels.gemm_work import OWN, SHARED
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
@@ -67,18 +67,13 @@ def prepare(
     # The short kernel has a block for each item; the other a block an SM, or an item where there are fewer.
     groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
     kernel, blocks = short_kernel if plan.short else gemm_kernel, groups * plan.cluster
-    sizes = (m, n, k, items.whole, items.split, int(transposed), plan)
+    sizes = (m, n, k, items.number, items.whole, items.split, int(transposed), plan)
     options = {"num_warps": 4, "launch_pdl": True}
 
     def described(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
         c_rows = [*shape], [c.stride(0), 1]
-        boxes = (
-            (a, a_rows, [ROWS, BLOCK_K]),
-            (b, b_rows, plan.b_box),
-            (c, c_rows, plan.piece),
-            (c, c_rows, plan.piece[::-1]),
-        )
-        return tuple(TensorDescriptor(x, *rows, box, box_layout(box)) for x, rows, box in boxes)
+        given = zip((a, b, c, c), (a_rows, b_rows, c_rows, c_rows), plan.boxes, strict=True)
+        return tuple(TensorDescriptor(x, *rows, box, box_layout(box)) for x, rows, box in given)
 
     def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
         c = padded(shape, a) if c is None else c
@@ -201,12 +196,9 @@ def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
 
-    boxes = {"a_desc": [ROWS, BLOCK_K], "b_desc": plan.b_box, "c_desc": plan.piece, "turned_desc": plan.piece[::-1]}
-    signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in boxes.items()}
-    signature |= {
-        "sums": "*fp32",
-        "counters": "*i32",
-        **dict.fromkeys(("M", "N", "K", "whole", "split", "transposed"), "i32"),
-    }
+    descriptors = zip(("a_desc", "b_desc", "c_desc", "turned_desc"), plan.boxes, strict=True)
+    signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in descriptors}
+    signature |= {"sums": "*fp32", "counters": "*i32"}
+    signature |= dict.fromkeys(("M", "N", "K", "items", "whole", "split", "transposed"), "i32")
     kernel = short_kernel if plan.short else gemm_kernel
     return adapted(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums", "counters"]), plan)

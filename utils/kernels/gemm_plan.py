@@ -68,6 +68,11 @@ class Plan:
         return [ROWS, math.gcd(64, self.block_n)]
 
     @property
+    def boxes(self) -> tuple[list[int], ...]:
+        """Rows and columns, as they lie in memory, of one TMA copy of A, B, C and C transposed."""
+        return [ROWS, BLOCK_K], self.b_box, self.piece, self.piece[::-1]
+
+    @property
     def pieces(self) -> int:
         """Pieces of a consumer's rows."""
         return self.block_n // self.piece[1]

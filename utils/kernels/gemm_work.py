@@ -32,8 +32,6 @@ from utils.kernels.early_launch import instruct
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
-tma_load = tma.async_load
-tma_store = tma.async_store
 whole_warpgroup = gl.barrier  # of the partition that calls it
 aggregate = gluon.aggregate
 BLOCK_K = gl.constexpr(gemm_plan.BLOCK_K)
@@ -68,24 +66,20 @@ class Work:
     M: gl.tensor
     N: gl.tensor
     K: gl.tensor
+    items: gl.tensor  # whole tiles first, then the parts of the others; tiles that a cluster computes together are one
     whole: gl.tensor  # tiles that are computed whole; each of the others in `split` parts
     split: gl.tensor
     PLAN: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, M, N, K, whole, split, PLAN):
+    def __init__(self, M, N, K, items, whole, split, PLAN):
         self.M = M
         self.N = N
         self.K = K
+        self.items = items
         self.whole = whole
         self.split = split
         self.PLAN = gl.constexpr(PLAN)
-
-    @gluon.jit
-    def items(self):
-        """Number of items: whole tiles first, then the parts of the others. Tiles that a cluster computes together are one."""
-        tiles = gl.cdiv(self.M, self.PLAN.block_m * self.PLAN.cluster) * gl.cdiv(self.N, self.PLAN.block_n)
-        return self.whole + (tiles - self.whole) * self.split
 
     @gluon.jit
     def locate(self, item):
@@ -165,12 +159,12 @@ def fill(ring, i, a_desc, b_desc, row, column, k, PLAN: gl.constexpr, pred=True)
     for w in gl.static_range(CONSUMERS):
         rows = row + w * ROWS
         at = [k, rows] if PLAN.a_column_major else [rows, k]
-        tma_load(a_desc, at, full, ring[0].index(slot * CONSUMERS + w), pred=pred)
+        tma.async_load(a_desc, at, full, ring[0].index(slot * CONSUMERS + w), pred=pred)
     tile = ring[1].index(slot)
     B_BOX: gl.constexpr = PLAN.b_box
     if PLAN.b_tile == B_BOX:
         at = [column, k] if PLAN.b_column_major else [k, column]
-        tma_load(b_desc, at, full, tile, pred=pred)
+        tma.async_load(b_desc, at, full, tile, pred=pred)
     else:
         ROWS_B: gl.constexpr = B_BOX[0]
         COUNT: gl.constexpr = PLAN.columns // ROWS_B
@@ -183,7 +177,7 @@ def fill(ring, i, a_desc, b_desc, row, column, k, PLAN: gl.constexpr, pred=True)
             # Where rows of B are longer than 128 bytes, they lie in shared memory as blocks of 64 columns, one behind the other.
             y = box * ROWS_B
             at = [column + y, k] if PLAN.b_column_major else [k + y % BLOCK_K, column + y // BLOCK_K * BLOCK_K]
-            tma_load(b_desc, at, full, boxes.index(box), pred=pred)
+            tma.async_load(b_desc, at, full, boxes.index(box), pred=pred)
         if PLAN.cluster > 1:
             instruct(MARK_OWN)
 
@@ -291,12 +285,12 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr):
         turned = buffers.reinterpret(c_desc.dtype, [COUNT, PIECE[1], PIECE[0]], TURNED).index(number)
         turned.permute((1, 0)).store(piece)
         fence_async_shared()
-        tma_store(turned_desc, [column, row], turned)
+        tma.async_store(turned_desc, [column, row], turned)
     else:
         buffer = buffers.index(number)
         buffer.store(piece)
         fence_async_shared()
-        tma_store(c_desc, [row, column], buffer)
+        tma.async_store(c_desc, [row, column], buffer)
 
 
 @gluon.jit
