@@ -37,15 +37,9 @@ def prepare(
 ) -> Callable[..., torch.Tensor]:
     """Return a function of A, B and, if it is there, C, a matrix as `padded` makes it, that launches the kernel of a plan.
 
-    The function takes operands of the same shapes, strides and alignment. The plan is by default the one with the shortest estimated
-    time.
-
-    Args:
-        a: (M, K), fp16 or bf16, row- or column-major; the caller has checked both, and nothing is empty.
-        b: (K, N).
-        plan: a plan.
-        split: with a plan, into how many parts the tiles are cut that do not fill a round.
-        transposed: with a plan, whether the kernel computes C^T = B^T A^T, so that its rows are columns of C.
+    The function takes operands of the same shapes, strides and alignment, which the caller has checked; nothing is empty. Without a
+    plan the one with the shortest estimated time is taken. With a plan, tiles that do not fill a round are cut into `split` parts, and
+    the kernel computes C or, transposed, C^T = B^T A^T.
     """
     shape, k = (a.shape[0], b.shape[1]), a.shape[1]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count

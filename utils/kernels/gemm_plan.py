@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SHARED_BYTES = 232448 - 1024  # that an SM of an H100 or H200 gives a block, less what barriers take
 BLOCK_K = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
@@ -83,11 +84,6 @@ class Plan:
         return self.pieces if self.short else min(2, self.pieces)
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of A and B that TMA brings for a slot of the ring."""
-        return 2 * (self.block_m + self.brought) * BLOCK_K
-
-    @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory for the ring and for pieces of C; the short kernel stores C through the ring's memory."""
         ring = self.stages * 2 * (self.block_m + self.columns) * BLOCK_K
@@ -101,18 +97,13 @@ class Plan:
         return f"{'short ' if self.short else ''}{self.block_m}x{self.block_n}{cluster}"
 
 
-@dataclass(frozen=True)
-class Items:
-    """How a product is cut: tiles that are computed whole, the rest of them, and into how many parts each of the rest is cut."""
+class Items(NamedTuple):
+    """How a product is cut into items of work. A cluster's tiles count as one."""
 
-    whole: int  # a cluster's tiles count as one
-    rest: int
-    split: int
-
-    @property
-    def number(self) -> int:
-        """Items of work: whole tiles, and parts of the others."""
-        return self.whole + self.rest * self.split
+    number: int  # whole tiles, and parts of the others
+    whole: int
+    rest: int  # tiles that are cut
+    split: int  # into so many parts each
 
 
 def clusters_at_once(blocks: int, sms: int) -> int:
@@ -130,7 +121,9 @@ def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
     """
     tiles = ceil_div(m, plan.block_m * plan.cluster) * ceil_div(n, plan.block_n)
     rest = tiles if plan.short else tiles % clusters_at_once(plan.cluster, sms)
-    return Items(tiles - rest, rest, split) if split > 1 and rest else Items(tiles, 0, 1)
+    if split == 1 or not rest:
+        return Items(tiles, tiles, 0, 1)
+    return Items(tiles - rest + rest * split, tiles - rest, rest, split)
 
 
 PLANS = (

@@ -155,7 +155,7 @@ def fill(ring, i, a_desc, b_desc, row, column, k, PLAN: gl.constexpr, pred=True)
     full = ring[2].index(slot)
     # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
     # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
-    mbarrier.expect(full, PLAN.slot_bytes, pred=pred)
+    mbarrier.expect(full, 2 * (PLAN.block_m + PLAN.brought) * BLOCK_K, pred=pred)
     for w in gl.static_range(CONSUMERS):
         rows = row + w * ROWS
         at = [k, rows] if PLAN.a_column_major else [rows, k]
