@@ -49,7 +49,7 @@ def draw_shapes(seed: int = SEED, count: int = SHAPES) -> list[dict]:
 
 
 def chosen(shape: dict) -> tuple:
-    """Return the plan that a shape gets, its number of parts, and whether C is computed transposed."""
+    """Return the plan that a shape gets, and its number of parts."""
     return choose(shape["m"], shape["n"], shape["k"], SMS)
 
 
@@ -78,7 +78,7 @@ def kernels_of(shapes: list[dict]) -> list[dict]:
     """Return shapes whose products compile all kernels that the shapes need, each once."""
     found = {}
     for shape in shapes:
-        key = *chosen(shape)[::2], shape["dtype"], shape["a_column_major"], shape["b_column_major"]
+        key = chosen(shape)[0], shape["dtype"], shape["a_column_major"], shape["b_column_major"]
         found.setdefault(key, shape)
     return [*found.values()]
 
@@ -92,8 +92,8 @@ def compile_one(shape: dict) -> None:
 def shape_row(shape: dict, pairs: int) -> dict:
     """Measure one shape."""
     a, b = operands(shape)
-    plan, split, transposed = chosen(shape)
-    row = shape | {"plan": plan.name, "split": split, "transposed": transposed}
+    plan, split = chosen(shape)
+    row = shape | {"plan": plan.name, "split": split}
     row["error"] = relative_error(gemm_warp_specialized(a, b), a, b)
     row["torch_error"] = relative_error(torch.matmul(a, b), a, b)
     for l2 in ("warm", "cold"):
@@ -121,7 +121,9 @@ def show(row: dict) -> str:
     """Return the line that is printed for a row."""
     order = "".join("C" if row[f"{x}_column_major"] else "R" for x in "ab")
     times = "  ".join(f"{l2} {row[l2]['us']:8.1f} us {row[l2]['ratio']:.3f}x" for l2 in ("warm", "cold"))
-    return f"{row['m']:>6} x {row['n']:>6} x {row['k']:>6} {row['dtype']} {order}  {times}  {row['plan']} / {row['split']}{' transposed' * row['transposed']}"
+    return (
+        f"{row['m']:>6} x {row['n']:>6} x {row['k']:>6} {row['dtype']} {order}  {times}  {row['plan']} / {row['split']}"
+    )
 
 
 def summary(rows: list[dict]) -> dict:

@@ -24,7 +24,7 @@ of C, so no size needs a mask. Clusters of blocks, and tiles in parts along K, a
 
 **Transposed, and widths between powers of two.** Of 160 rows of C two tiles of 128 are empty to three eighths. A tile of 160
 columns has tensors of 256, as Gluon knows powers of two only; TMA brings the columns that are there, and products are made as
-narrow in the PTX (`gemm_launch.py`). And a launch may compute C^T = B^T A^T, whose columns are the rows of C: the operands change
+narrow in the PTX (`gemm_launch.py`). And a plan may compute C^T = B^T A^T, whose columns are the rows of C: the operands change
 places, and a piece of C is turned when it goes from registers to shared memory.
 
 **The short kernel.** A product of a few microseconds has few steps, and waits for its first bytes most of its time. So there
@@ -44,7 +44,6 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 from utils.kernels.gemm_work import (
     BLOCK_K,
-    ROWS,
     Work,
     allocate_ring,
     fill,
@@ -65,6 +64,7 @@ versions.adopt_newest_gluon_names()
 def consumer(work, ring, out, partial, WHICH: gl.constexpr):
     """One warpgroup: rows WHICH * rows and on of each tile, or of a part of its steps."""
     PLAN: gl.constexpr = work.PLAN
+    ROWS: gl.constexpr = PLAN.rows
     COLUMNS: gl.constexpr = PLAN.columns
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     step = 0
@@ -111,10 +111,8 @@ def producer(work, ring, a_desc, b_desc):
             wait_until_empty(ring, step + i, STAGES)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "items", "whole", "split", "transposed"])
-def gemm_kernel(
-    a_desc, b_desc, c_desc, turned_desc, sums, counters, M, N, K, items, whole, split, transposed, PLAN: gl.constexpr
-):
+@gluon.jit(do_not_specialize=["M", "N", "K", "items", "whole", "split"])
+def gemm_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, items, whole, split, PLAN: gl.constexpr):
     """The warp-specialized kernel: allocate ring and barriers, then start the roles.
 
     The descriptors bring boxes of PLAN. C is (M, N): `whole` tiles are computed whole, each of the others in `split` parts, with
@@ -123,9 +121,9 @@ def gemm_kernel(
     ring = allocate_ring(a_desc.dtype, PLAN)
     work = Work(M, N, K, items, whole, split, PLAN)
     CONSUMERS: gl.constexpr = PLAN.consumers
-    PIECE: gl.constexpr = PLAN.piece
-    buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, PIECE)
-    out, partial = (c_desc, turned_desc, buffers, transposed), (sums, counters)
+    C_BOX: gl.constexpr = PLAN.boxes[2]
+    buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, C_BOX)
+    out, partial = (c_desc, buffers), (sums, counters)
     # The first role, the last of the plan's consumers, has num_warps and the registers that are left. Then come the others' warps,
     # and the registers of a thread of each.
     gl.warp_specialize(
@@ -141,12 +139,11 @@ def gemm_kernel(
     )
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "items", "whole", "split", "transposed"])
-def short_kernel(
-    a_desc, b_desc, c_desc, turned_desc, sums, counters, M, N, K, items, whole, split, transposed, PLAN: gl.constexpr
-):
+@gluon.jit(do_not_specialize=["M", "N", "K", "items", "whole", "split"])
+def short_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, items, whole, split, PLAN: gl.constexpr):
     """The short kernel: compute one tile of C, or one part of its sums. The arguments are those of `gemm_kernel`."""
     STAGES: gl.constexpr = PLAN.stages
+    ROWS: gl.constexpr = PLAN.rows
     COLUMNS: gl.constexpr = PLAN.columns
     ring = allocate_ring(a_desc.dtype, PLAN)
     work = Work(M, N, K, items, whole, split, PLAN)
@@ -171,7 +168,7 @@ def short_kernel(
         fill(ring, later, a_desc, b_desc, row, column, (first + later) * BLOCK_K, PLAN, fetch)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
-    PIECE: gl.constexpr = PLAN.piece
-    buffers = shared_tiles(c_desc.dtype, PLAN.buffers, PIECE)
-    store_item(work, (c_desc, turned_desc, buffers, transposed), (sums, counters), acc, item, row, column, 0)
+    C_BOX: gl.constexpr = PLAN.boxes[2]
+    buffers = shared_tiles(c_desc.dtype, PLAN.buffers, C_BOX)
+    store_item(work, (c_desc, buffers), (sums, counters), acc, item, row, column, 0)
     tma.store_wait(0)  # shared memory must live until TMA has read it

@@ -32,21 +32,18 @@ def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
     return torch.empty((rows, ceil_div(columns, 8) * 8), dtype=like.dtype, device=like.device)[:, :columns]
 
 
-def prepare(
-    a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: int = 1, transposed: bool = False
-) -> Callable[..., torch.Tensor]:
+def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: int = 1) -> Callable[..., torch.Tensor]:
     """Return a function of A, B and, if it is there, C, a matrix as `padded` makes it, that launches the kernel of a plan.
 
     The function takes operands of the same shapes, strides and alignment, which the caller has checked; nothing is empty. Without a
-    plan the one with the shortest estimated time is taken. With a plan, tiles that do not fill a round are cut into `split` parts, and
-    the kernel computes C or, transposed, C^T = B^T A^T.
+    plan the one with the shortest estimated time is taken. With a plan, tiles that do not fill a round are cut into `split` parts.
     """
     shape, k = (a.shape[0], b.shape[1]), a.shape[1]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     if plan is None:
-        plan, split, transposed = choose(*shape, k, sms)
+        plan, split = choose(*shape, k, sms)
     (m, n), (a_columns, *a_rows), (b_columns, *b_rows) = shape, rows_in_memory("A", a), rows_in_memory("B", b)
-    if transposed:
+    if plan.transposed:
         a, b, m, n, a_rows, b_rows, a_columns, b_columns = b, a, n, m, b_rows, a_rows, not b_columns, not a_columns
     if split > max(1, ceil_div(k, BLOCK_K)):
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
@@ -61,22 +58,22 @@ def prepare(
     # The short kernel has a block for each item; the other a block an SM, or an item where there are fewer.
     groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
     kernel, blocks = short_kernel if plan.short else gemm_kernel, groups * plan.cluster
-    sizes = (m, n, k, items.number, items.whole, items.split, int(transposed), plan)
+    sizes = (m, n, k, items.number, items.whole, items.split, plan)
     options = {"num_warps": 4, "launch_pdl": True}
 
     def described(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
         c_rows = [*shape], [c.stride(0), 1]
-        given = zip((a, b, c, c), (a_rows, b_rows, c_rows, c_rows), plan.boxes, strict=True)
+        given = zip((a, b, c), (a_rows, b_rows, c_rows), plan.boxes, strict=True)
         return tuple(TensorDescriptor(x, *rows, box, box_layout(box)) for x, rows, box in given)
 
     def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
         c = padded(shape, a) if c is None else c
-        a, b = (b, a) if transposed else (a, b)
-        start(a, b, c, c, *workspace(c, partial_sums, counters))
+        a, b = (b, a) if plan.transposed else (a, b)
+        start(a, b, c, *workspace(c, partial_sums, counters))
         return c.contiguous()
 
     if not a.is_cuda:
-        start = lambda a, b, c, _, *memory: kernel[(blocks,)](*described(a, b, c), *memory, *sizes, **options)  # noqa: E731
+        start = lambda a, b, c, *memory: kernel[(blocks,)](*described(a, b, c), *memory, *sizes, **options)  # noqa: E731
         return launch
     c = padded(shape, a)
     with torch.cuda.device(a.device):
@@ -190,9 +187,9 @@ def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
 
-    descriptors = zip(("a_desc", "b_desc", "c_desc", "turned_desc"), plan.boxes, strict=True)
+    descriptors = zip(("a_desc", "b_desc", "c_desc"), plan.boxes, strict=True)
     signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in descriptors}
     signature |= {"sums": "*fp32", "counters": "*i32"}
-    signature |= dict.fromkeys(("M", "N", "K", "items", "whole", "split", "transposed"), "i32")
+    signature |= dict.fromkeys(("M", "N", "K", "items", "whole", "split"), "i32")
     kernel = short_kernel if plan.short else gemm_kernel
     return adapted(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums", "counters"]), plan)

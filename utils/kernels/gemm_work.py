@@ -35,7 +35,6 @@ versions.adopt_newest_gluon_names()
 whole_warpgroup = gl.barrier  # of the partition that calls it
 aggregate = gluon.aggregate
 BLOCK_K = gl.constexpr(gemm_plan.BLOCK_K)
-ROWS = gl.constexpr(gemm_plan.ROWS)
 GROUP_M = gl.constexpr(gemm_plan.GROUP_M)
 SHARED, OWN = "for all blocks of the cluster", "for this block"
 MARK_SHARED, MARK_OWN = (gl.constexpr(f"mov.u32 $0, 0; // {mark}") for mark in (SHARED, OWN))
@@ -118,6 +117,7 @@ class Work:
 def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
     """Allocate the slots and set up their barriers, before the block joins its cluster."""
     STAGES: gl.constexpr = PLAN.stages
+    A_TILE: gl.constexpr = PLAN.a_tile
     B_TILE: gl.constexpr = PLAN.b_tile
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = full  # in the short kernel nothing is handed over
@@ -130,12 +130,7 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
             mbarrier.init(empty.index(i), count=PLAN.consumers * PLAN.cluster)
     if PLAN.cluster > 1:
         instruct(SHOW)  # without that the other blocks may not see the barriers when this one joins
-    return (
-        shared_tiles(DTYPE, STAGES * PLAN.consumers, [ROWS, BLOCK_K]),
-        shared_tiles(DTYPE, STAGES, B_TILE),
-        full,
-        empty,
-    )
+    return (shared_tiles(DTYPE, STAGES * PLAN.consumers, A_TILE), shared_tiles(DTYPE, STAGES, B_TILE), full, empty)
 
 
 @gluon.jit
@@ -157,7 +152,7 @@ def fill(ring, i, a_desc, b_desc, row, column, k, PLAN: gl.constexpr, pred=True)
     # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
     mbarrier.expect(full, 2 * (PLAN.block_m + PLAN.brought) * BLOCK_K, pred=pred)
     for w in gl.static_range(CONSUMERS):
-        rows = row + w * ROWS
+        rows = row + w * PLAN.rows
         at = [k, rows] if PLAN.a_column_major else [rows, k]
         tma.async_load(a_desc, at, full, ring[0].index(slot * CONSUMERS + w), pred=pred)
     tile = ring[1].index(slot)
@@ -216,6 +211,7 @@ def shared_tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def sums_of(work, partial, item, part, WHICH: gl.constexpr, column, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """Pointers to some columns of a consumer's sums of a part of an item's tile, in global memory."""
+    ROWS: gl.constexpr = work.PLAN.rows
     SIZE: gl.constexpr = ROWS * work.PLAN.block_n
     tile, _ = work.tile_and_part(item)
     place = ((tile * work.split + part) * work.PLAN.consumers + WHICH).to(gl.int64) * SIZE
@@ -244,6 +240,7 @@ def leave_part(work, partial, acc, item, WHICH: gl.constexpr):
 @gluon.jit
 def summed_piece(work, partial, item, i, WHICH: gl.constexpr):
     """Piece i of a tile, summed over its parts in their order, whichever part was the last to arrive."""
+    ROWS: gl.constexpr = work.PLAN.rows
     COLUMNS: gl.constexpr = work.PLAN.piece[1]
     TOGETHER: gl.constexpr = 4  # parts that are read at a time: one alone would wait for memory once for each part
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
@@ -272,25 +269,18 @@ def column_pieces(tile, PIECES: gl.constexpr):
 @gluon.jit
 def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr):
     """Store column block i of a consumer's rows through a buffer by TMA, which drops what lies outside of C."""
-    c_desc, turned_desc, buffers, transposed = out
+    c_desc, buffers = out
     BUFFERS: gl.constexpr = work.PLAN.buffers
-    COUNT: gl.constexpr = BUFFERS * work.PLAN.consumers
-    PIECE: gl.constexpr = work.PLAN.piece
-    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PIECE[1], PIECE[0]], c_desc.dtype)
-    number = WHICH * BUFFERS + i % BUFFERS
+    buffer = buffers.index(WHICH * BUFFERS + i % BUFFERS)
     tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
-    column += i * PIECE[1]
-    # In both branches: written by threads, read by the TMA unit, which may read older data without the fence.
-    if transposed != 0:
-        turned = buffers.reinterpret(c_desc.dtype, [COUNT, PIECE[1], PIECE[0]], TURNED).index(number)
-        turned.permute((1, 0)).store(piece)
-        fence_async_shared()
-        tma.async_store(turned_desc, [column, row], turned)
+    column += i * work.PLAN.piece[1]
+    if work.PLAN.transposed:
+        buffer.permute((1, 0)).store(piece)
+        row, column = column, row
     else:
-        buffer = buffers.index(number)
         buffer.store(piece)
-        fence_async_shared()
-        tma.async_store(c_desc, [row, column], buffer)
+    fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
+    tma.async_store(c_desc, [row, column], buffer)
 
 
 @gluon.jit
