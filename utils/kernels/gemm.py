@@ -15,11 +15,8 @@ in fp32; C has the dtype of its inputs. Every rung is a kernel for the GPU, comp
     gemm_warp_specialized   Hopper: one warp keeps TMA copies in flight, two warpgroups      gemm_gluon.py
                             multiply 128 x 256 of C, stores overlap; fp16 and bf16
 
-H200 figures: assets/results/h200/gemm.json, written by `python -m tools.record.gemm_ladder --out PATH`, which
-measures each rung interleaved with torch.matmul.
-
 fp32 stays fp32 (no TF32), as in torch.matmul by default. The kernels compute forward only. On a CPU they run in the
-simulator: `with simulate(): gemm_tiled(a, b)`, from `utils.gluon_cpu`.
+simulator: `with simulate(): gemm_tiled(a, b)`, from `utils.gluon_cpu`. Figures: docs/kernels/gemm.md.
 """
 
 from __future__ import annotations

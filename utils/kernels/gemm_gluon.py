@@ -2,9 +2,9 @@
 
 **The warp-specialized kernel.** One block stays on each SM and walks over tiles of C (persistent). Its warps have two kinds of
 roles. One warp, the producer, does nothing but start TMA copies of the next tiles of A and B into a ring in shared memory. One
-to three warpgroups, the consumers, multiply 64 or 128 rows of the tile each with wgmma; they read the ring and keep their sums
-in registers. Each slot of the ring has two mbarriers: "full" is completed by the TMA unit when the bytes have arrived,
-"empty" by the consumers when all have read the slot. So nobody waits for a copy that could have been started earlier:
+or two warpgroups, the consumers, multiply 64 rows of the tile each with wgmma; they read the ring and keep their sums in
+registers. Each slot of the ring has two mbarriers: "full" is completed by the TMA unit when the bytes have arrived, "empty" by
+the consumers when all have read the slot. So nobody waits for a copy that could have been started earlier:
 
     producer     | A0 B0 | A1 B1 | A2 B2 | A3 B3 | . wait empty . | A4 B4 | ...       runs on into the next tile
     consumer 0   . wait full .   | wgmma 0 | wgmma 1 | wgmma 2 |  ...  | store C |    its own pace: while one stores,
@@ -20,16 +20,12 @@ in registers. Each slot of the ring has two mbarriers: "full" is completed by th
 
 In the inner loop a consumer issues the wgmma of slot k before it waits for that of slot k - 1, so the tensor cores always have
 the next one queued; then it releases slot k - 1. TMA fills what lies outside of A and B with zeros and drops what lies outside
-of C, so no size needs a mask.
+of C, so no size needs a mask. Clusters of blocks, and tiles in parts along K, are described in `gemm_work.py`.
 
-**Clusters.** The two or four blocks of a cluster have neighbouring tiles. Below each other they fetch their columns of B by pieces,
-each for all of them, side by side their rows of A (`gemm_work.py`). So the SMs ask the L2 for fewer bytes.
-
-**Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs idle. So
-the tiles that do not fill a round may be cut along K into 2 to 8 parts (`gemm_work.py`).
-
-**Transposed.** A tile of 192 rows leaves less of some products empty than one of 192 columns. So a plan may compute C^T = B^T A^T:
-nothing moves but the order of the operands, and a piece of C is turned when it goes from registers to shared memory.
+**Transposed, and widths between powers of two.** Of 160 rows of C two tiles of 128 are empty to three eighths. A tile of 160
+columns has tensors of 256, as Gluon knows powers of two only; TMA brings the columns that are there, and products are made as
+narrow in the PTX (`gemm_launch.py`). And a plan may compute C^T = B^T A^T, whose columns are the rows of C: the operands change
+places, and a piece of C is turned when it goes from registers to shared memory.
 
 **The short kernel.** A product of a few microseconds has few steps, and waits for its first bytes most of its time. So there
 four warps do everything, nothing is handed over, and several blocks share an SM: one waits for its bytes while another multiplies.
@@ -38,8 +34,7 @@ four warps do everything, nothing is handed over, and several blocks share an SM
     step i     wait for slot i % stages, start its wgmma, wait for the wgmma of step i - 1, fill that one's slot again
     end        sums to shared memory, and by TMA to C
 
-Figures, and how they were measured: docs/kernels/gemm.md. Importing this module imports Triton; the way in is
-`utils.kernels.gemm.gemm_warp_specialized`.
+Figures: docs/kernels/gemm.md. Importing this module imports Triton; the way in is `utils.kernels.gemm.gemm_warp_specialized`.
 """
 
 from triton.experimental import gluon
@@ -51,9 +46,13 @@ from utils.kernels.gemm_work import (
     BLOCK_K,
     Work,
     allocate_ring,
+    fill,
     join_cluster,
+    operands,
+    release,
     shared_tiles,
     store_item,
+    wait_until_empty,
     whole_warpgroup,
 )
 from utils.machine import versions
@@ -66,24 +65,23 @@ def consumer(work, ring, out, partial, WHICH: gl.constexpr):
     """One warpgroup: rows WHICH * rows and on of each tile, or of a part of its steps."""
     PLAN: gl.constexpr = work.PLAN
     ROWS: gl.constexpr = PLAN.rows
-    COLUMNS: gl.constexpr = PLAN.block_n
+    COLUMNS: gl.constexpr = PLAN.columns
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     step = 0
     wait_for_launch_before()
     join_cluster(PLAN)
-    for item in range(gl.program_id(0) // PLAN.cluster, work.items(), gl.num_programs(0) // PLAN.cluster):
-        tile, first, last = work.locate(item)
-        row, column = work.origin(tile)
+    for item in range(gl.program_id(0) // PLAN.cluster, work.items, gl.num_programs(0) // PLAN.cluster):
+        first, last, row, column = work.locate(item)
         # Made anew for each tile, so that its registers are free while parts are added up.
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         for k in range(first, last):
-            a, b = ring.operands(step, WHICH)
+            a, b = operands(ring, step, PLAN, WHICH)
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])  # only now has the slot before been read
-            ring.release(step - 1, k > first)
+            release(ring, step - 1, PLAN.stages, k > first)
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
-        ring.release(step - 1)
+        release(ring, step - 1, PLAN.stages)
         store_item(work, out, partial, acc, item, row + WHICH * ROWS, column, WHICH)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
@@ -97,88 +95,80 @@ def producer(work, ring, a_desc, b_desc):
     # Only now: with several launches ahead, blocks of those far ahead would take the SMs of the next.
     let_next_launch_begin()
     join_cluster(PLAN)
-    for item in range(gl.program_id(0) // PLAN.cluster, work.items(), gl.num_programs(0) // PLAN.cluster):
-        tile, first, last = work.locate(item)
-        row, column = work.origin(tile)
+    for item in range(gl.program_id(0) // PLAN.cluster, work.items, gl.num_programs(0) // PLAN.cluster):
+        first, last, row, column = work.locate(item)
         for k in range(first, last):
             # Without this wait TMA would overwrite what a consumer still reads, another block's too where it shares the
             # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
-            ring.wait_until_empty(step)
-            ring.fill(step, a_desc, b_desc, row, column, k * BLOCK_K)
+            wait_until_empty(ring, step, PLAN.stages)
+            fill(ring, step, a_desc, b_desc, row, column, k * BLOCK_K, PLAN)
             step += 1
     if PLAN.cluster > 1:
         # Until all that this block has fetched has been read: after that no other block sends anything here, and this one
         # may end, with its barriers.
         STAGES: gl.constexpr = PLAN.stages
         for i in gl.static_range(STAGES):
-            ring.wait_until_empty(step + i)
+            wait_until_empty(ring, step + i, STAGES)
 
 
-@gluon.jit
-def bystander(work):
-    """Warps without a role: they are there because all warps of a block join its cluster."""
-    join_cluster(work.PLAN)
-
-
-@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "split"])
-def gemm_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, whole, split, PLAN: gl.constexpr):
+@gluon.jit(do_not_specialize=["M", "N", "K", "items", "whole", "split"])
+def gemm_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, items, whole, split, PLAN: gl.constexpr):
     """The warp-specialized kernel: allocate ring and barriers, then start the roles.
 
     The descriptors bring boxes of PLAN. C is (M, N): `whole` tiles are computed whole, each of the others in `split` parts, with
     sums in fp32 (tiles in parts, parts, block_m, block_n) and counters in int32, all zero (tiles in parts, consumers).
     """
     ring = allocate_ring(a_desc.dtype, PLAN)
-    work = Work(M, N, K, whole, split, PLAN)
+    work = Work(M, N, K, items, whole, split, PLAN)
     CONSUMERS: gl.constexpr = PLAN.consumers
-    C_BOX: gl.constexpr = PLAN.c_box
+    C_BOX: gl.constexpr = PLAN.boxes[2]
     buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, C_BOX)
     out, partial = (c_desc, buffers), (sums, counters)
-    # The first role, the last of the plan's consumers, has num_warps and the registers that are left.
+    # The first role, the last of the plan's consumers, has num_warps and the registers that are left. Then come the others' warps,
+    # and the registers of a thread of each.
     gl.warp_specialize(
         [
-            (consumer, (work, ring, out, partial, 2)),
             (consumer, (work, ring, out, partial, 1)),
             (consumer, (work, ring, out, partial, 0)),
             (producer, (work, ring, a_desc, b_desc)),
-            (bystander, (work,)),
-            (bystander, (work,)),
-        ][3 - CONSUMERS :],
-        PLAN.worker_warps,
-        PLAN.worker_registers,
+            (join_cluster, (PLAN,)),  # warps without a role
+            (join_cluster, (PLAN,)),
+        ][2 - CONSUMERS :],
+        [4] * (CONSUMERS - 1) + [1, 1, 2],
+        [232] * (CONSUMERS - 1) + [24] * 3,
     )
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "split"])
-def short_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, whole, split, PLAN: gl.constexpr):
+@gluon.jit(do_not_specialize=["M", "N", "K", "items", "whole", "split"])
+def short_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, items, whole, split, PLAN: gl.constexpr):
     """The short kernel: compute one tile of C, or one part of its sums. The arguments are those of `gemm_kernel`."""
     STAGES: gl.constexpr = PLAN.stages
-    ROWS: gl.constexpr = PLAN.block_m
-    COLUMNS: gl.constexpr = PLAN.block_n
+    ROWS: gl.constexpr = PLAN.rows
+    COLUMNS: gl.constexpr = PLAN.columns
     ring = allocate_ring(a_desc.dtype, PLAN)
-    work = Work(M, N, K, whole, split, PLAN)
+    work = Work(M, N, K, items, whole, split, PLAN)
     item = gl.program_id(0)
-    tile, first, last = work.locate(item)
-    row, column = work.origin(tile)
+    first, last, row, column = work.locate(item)
     count = last - first
     wait_for_launch_before()
     for i in gl.static_range(STAGES):
-        ring.fill(i, a_desc, b_desc, row, column, (first + i) * BLOCK_K, i < count)
+        fill(ring, i, a_desc, b_desc, row, column, (first + i) * BLOCK_K, PLAN, i < count)
     let_next_launch_begin()  # only now, as in `producer`
 
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for i in range(count):
-        a, b = ring.operands(i, 0)
+        a, b = operands(ring, i, PLAN, 0)
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         # All four warps have read the slot of step i - 1: without this one warp would refill it under the others.
         whole_warpgroup()
         later = i - 1 + STAGES
         fetch = (i > 0) & (later < count)
-        ring.fill(later, a_desc, b_desc, row, column, (first + later) * BLOCK_K, fetch)
+        fill(ring, later, a_desc, b_desc, row, column, (first + later) * BLOCK_K, PLAN, fetch)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
-    C_BOX: gl.constexpr = PLAN.c_box
+    C_BOX: gl.constexpr = PLAN.boxes[2]
     buffers = shared_tiles(c_desc.dtype, PLAN.buffers, C_BOX)
     store_item(work, (c_desc, buffers), (sums, counters), acc, item, row, column, 0)
     tma.store_wait(0)  # shared memory must live until TMA has read it

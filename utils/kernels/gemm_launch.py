@@ -1,7 +1,6 @@
 """Start the Gluon GEMM's kernels: describe the operands for TMA, choose a plan, compile, adapt the PTX, launch.
 
-`prepare` returns a launch, which can be repeated on operands of the same shapes, strides and alignment without deciding
-anything again: that is how `utils.kernels.gemm` keeps a call cheap.
+`prepare` decides all of that once, so that a call of `utils.kernels.gemm` is cheap when it comes again.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,28 +24,6 @@ from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A launch that was prepared, for A and B of the same shapes, strides and alignment."""
-
-    start: Callable[..., object]  # with A, B, C, sums and counters
-    shape: tuple[int, int]
-    partial_sums: int  # fp32 numbers of tiles in parts; one, never touched, if there are none
-    counters: int
-    transposed: bool  # whether the kernel takes B first
-
-    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return C = A @ B."""
-        c = padded(self.shape, a)
-        self.into(a, b, c)
-        return c.contiguous()
-
-    def into(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-        """Write A @ B into a matrix that lies in memory as `padded` makes it."""
-        a, b = (b, a) if self.transposed else (a, b)
-        self.start(a, b, c, *workspace(c, self.partial_sums, self.counters))
-
-
 def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
     """Return a matrix whose rows start at multiples of 16 bytes, as TMA writes them; it may write the bytes between them, too."""
     rows, columns = shape
@@ -55,27 +32,25 @@ def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
     return torch.empty((rows, ceil_div(columns, 8) * 8), dtype=like.dtype, device=like.device)[:, :columns]
 
 
-def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: int = 1) -> Launch:
-    """Compile the kernel of a plan, the one with the shortest estimated time by default.
+def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: int = 1) -> Callable[..., torch.Tensor]:
+    """Return a function of A, B and, if it is there, C, a matrix as `padded` makes it, that launches the kernel of a plan.
 
-    Args:
-        a: (M, K), fp16 or bf16, row- or column-major; the caller has checked both, and nothing is empty.
-        b: (K, N).
-        plan: a plan.
-        split: with a plan, into how many parts the tiles are cut that do not fill a round.
+    The function takes operands of the same shapes, strides and alignment, which the caller has checked; nothing is empty. Without a
+    plan the one with the shortest estimated time is taken. With a plan, tiles that do not fill a round are cut into `split` parts.
     """
     shape, k = (a.shape[0], b.shape[1]), a.shape[1]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     if plan is None:
         plan, split = choose(*shape, k, sms)
-    (m, n), a_rows, b_rows = shape, rows_in_memory("A", a), rows_in_memory("B", b)
+    (m, n), (a_columns, *a_rows), (b_columns, *b_rows) = shape, rows_in_memory("A", a), rows_in_memory("B", b)
     if plan.transposed:
-        a, b, m, n, a_rows, b_rows = b, a, n, m, rows_in_memory("B", b.T), rows_in_memory("A", a.T)
+        a, b, m, n, a_rows, b_rows, a_columns, b_columns = b, a, n, m, b_rows, a_rows, not b_columns, not a_columns
     if split > max(1, ceil_div(k, BLOCK_K)):
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
-    plan = replace(plan, a_column_major=a_rows.column_major, b_column_major=b_rows.column_major)
+    plan = replace(plan, a_column_major=a_columns, b_column_major=b_columns)
     if not a.is_cuda:
-        plan = replace(plan, down=1, abreast=1)  # the simulator has no clusters
+        # The simulator has no clusters, and products as wide as tensors.
+        plan = replace(plan, cluster=1, block_n=plan.columns)
     items = items_of(m, n, plan, split, sms)
     # Not by what `workspace` returns for nothing: a kernel with other types of arguments would be compiled once more.
     partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * plan.block_n)
@@ -83,25 +58,29 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     # The short kernel has a block for each item; the other a block an SM, or an item where there are fewer.
     groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
     kernel, blocks = short_kernel if plan.short else gemm_kernel, groups * plan.cluster
-    sizes = (m, n, k, items.whole, items.split, plan)
+    sizes = (m, n, k, items.number, items.whole, items.split, plan)
     options = {"num_warps": 4, "launch_pdl": True}
 
     def described(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
-        c_rows = Rows(*shape, c.stride(0), False)
-        return tuple(
-            TensorDescriptor(x, [rows.number, rows.length], [rows.pitch, 1], box, box_layout(box))
-            for x, rows, box in ((a, a_rows, plan.a_box), (b, b_rows, plan.b_box), (c, c_rows, plan.c_box))
-        )
+        c_rows = [*shape], [c.stride(0), 1]
+        given = zip((a, b, c), (a_rows, b_rows, c_rows), plan.boxes, strict=True)
+        return tuple(TensorDescriptor(x, *rows, box, box_layout(box)) for x, rows, box in given)
+
+    def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
+        c = padded(shape, a) if c is None else c
+        a, b = (b, a) if plan.transposed else (a, b)
+        start(a, b, c, *workspace(c, partial_sums, counters))
+        return c.contiguous()
 
     if not a.is_cuda:
         start = lambda a, b, c, *memory: kernel[(blocks,)](*described(a, b, c), *memory, *sizes, **options)  # noqa: E731
-        return Launch(start, shape, partial_sums, counters, plan.transposed)
+        return launch
     c = padded(shape, a)
     with torch.cuda.device(a.device):
         tensors = (*described(a, b, c), *workspace(c, partial_sums, counters))
         compiled = kernel.warmup(*tensors, *sizes, grid=(blocks,), **options)
         start = Handle(adapted(compiled, plan), (groups,), tensors, sizes, a.device.index, plan.cluster)
-    return Launch(start, shape, partial_sums, counters, plan.transposed)
+    return launch
 
 
 def box_layout(shape: list[int]) -> gl.NVMMASharedLayout:
@@ -109,24 +88,14 @@ def box_layout(shape: list[int]) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(shape, gl.float16)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """How a matrix lies in memory: rows, elements of a row, elements from row to row, whether it is transposed."""
-
-    number: int
-    length: int
-    pitch: int
-    column_major: bool
-
-
-def rows_in_memory(label: str, x: torch.Tensor) -> Rows:
-    """Return how a matrix lies in memory, or raise a ValueError if TMA cannot copy it."""
+def rows_in_memory(label: str, x: torch.Tensor) -> tuple[bool, list[int], list[int]]:
+    """Return whether a matrix is column-major, and its shape and strides in memory; raise a ValueError if TMA cannot copy it."""
     for column_major, y in ((False, x), (True, x.T)):
         (outer, inner), pitch = y.shape, y.stride(0)
         if outer == 1:
             pitch = ceil_div(inner, 8) * 8  # there is no second row: any pitch will do
         if (y.stride(1) == 1 or inner == 1) and pitch % 8 == 0 and pitch >= inner and x.data_ptr() % 16 == 0:
-            return Rows(outer, inner, pitch, column_major)
+            return column_major, [outer, inner], [pitch, 1]
     raise ValueError(
         f"gemm_warp_specialized copies {label} by TMA, which needs rows (or columns) of neighbouring elements that "
         f"start at multiples of 16 bytes; got {label} {tuple(x.shape)} with strides {x.stride()} elements, "
@@ -169,6 +138,15 @@ def _arrive_in_all(found: re.Match, blocks: int) -> str:
     )
 
 
+_PRODUCT = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)\d+(k16[\w.]*) *\{([^{}]*)\}")
+
+
+def narrow(ptx: str, columns: int) -> str:
+    """Make products of all columns of a tile's tensors ones of the tile's columns; the sums of the others stay zero."""
+    first = lambda found: ",".join(found[3].split(",")[: columns // 2])  # noqa: E731
+    return _PRODUCT.sub(lambda found: f"{found[1]}{columns}{found[2]} {{{first(found)}}}", ptx)
+
+
 _MEETING = re.compile(r"\s*bar\.sync\s+0;")
 _SYNCHRONIZED = re.compile(r"mbarrier\.|wgmma|matrix|cp\.async|\bbar\.|\bbra\b|_tx")
 
@@ -199,6 +177,7 @@ def adapted(compiled: Any, plan: Plan) -> Any:
 
     def rewrite(ptx: str) -> str:
         ptx = prefetch_descriptors(multicast(ptx, plan) if plan.cluster > 1 else ptx)
+        ptx = narrow(ptx, plan.block_n)
         return fewer_meetings(ptx) if plan.short else ptx
 
     return reassembled(compiled, rewrite)
@@ -208,8 +187,9 @@ def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
 
-    boxes = {"a_desc": plan.a_box, "b_desc": plan.b_box, "c_desc": plan.c_box}
-    signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in boxes.items()}
-    signature |= {"sums": "*fp32", "counters": "*i32", **dict.fromkeys(("M", "N", "K", "whole", "split"), "i32")}
+    descriptors = zip(("a_desc", "b_desc", "c_desc"), plan.boxes, strict=True)
+    signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in descriptors}
+    signature |= {"sums": "*fp32", "counters": "*i32"}
+    signature |= dict.fromkeys(("M", "N", "K", "items", "whole", "split"), "i32")
     kernel = short_kernel if plan.short else gemm_kernel
     return adapted(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums", "counters"]), plan)

@@ -1,4 +1,4 @@
-"""The Triton rungs of the GEMM ladder: the device code. `utils/kernels/gemm.py` is the way in.
+"""The Triton rungs of the GEMM ladder: the device code. `utils/kernels/gemm.py` lists the rungs and is the way in.
 
 Both kernels compute C = A @ B from pointers, sizes and strides, so a transposed view costs no copy, and accumulate in
 fp32. What changes from one rung to the next:

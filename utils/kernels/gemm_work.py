@@ -1,13 +1,13 @@
 """What the Gluon GEMM's two kernels share: items of work, the ring of operands, clusters, and sums of a tile in parts.
 
-An item is a tile of C, or one of `split` parts of its steps along K. `Ring` is the memory through which the producer hands A and B
-to the consumers: a slot has A and B of one step, "full" is completed by the bytes, "empty" by those who have read them. A part
+**Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs idle. So
+the tiles that do not fill a round may be cut along K. An item of work is a tile of C, or one of `split` parts of its steps. A part
 leaves its sums in global memory and counts; the part that counts last adds all of them in their order, so that the same bits
-come out twice, and no program waits for another. The algorithm as a whole is described in `gemm_gluon.py`.
+come out twice, and no program waits for another.
 
-**Clusters.** Two blocks whose tiles lie below each other read the same columns of B, two abreast the same rows of A. As a thread
-block cluster they start together, and TMA can bring what it reads once to the shared memory of both ("multicast"). So each
-fetches half of the shared tile, and the L2 sends it once:
+**Clusters.** Blocks whose tiles lie below each other read the same columns of B. As a thread block cluster they start together,
+and TMA can bring what it reads once to the shared memory of all ("multicast"). So of two blocks each fetches half of the shared
+tile, and the L2 sends it once:
 
     block 0    A0, first half of B  -> A0 here, B to both           one step: 128 rows of A and 256 columns of B are
     block 1    A1, second half of B -> A1 here, B to both           32 KB from the L2 for a block in place of 48 KB
@@ -17,8 +17,8 @@ fetches half of the shared tile, and the L2 sends it once:
     empty                the consumers of all blocks: a piece that is sent too early would overwrite what another block still
                          reads. So consumers count on the barriers of all blocks.
 
-Of four blocks below each other each fetches a quarter. Triton 3.6 has no word for any of this: it compiles one block, whose shared
-copies stand between two marks, and `gemm_launch.multicast` writes the rest into the PTX.
+Triton 3.6 has no word for this: it compiles one block, whose shared copies stand between two marks, and `gemm_launch.multicast`
+writes the rest into the PTX.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -32,8 +32,6 @@ from utils.kernels.early_launch import instruct
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
-tma_load = tma.async_load
-tma_store = tma.async_store
 whole_warpgroup = gl.barrier  # of the partition that calls it
 aggregate = gluon.aggregate
 BLOCK_K = gl.constexpr(gemm_plan.BLOCK_K)
@@ -45,9 +43,9 @@ JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquir
 
 
 @gluon.jit
-def rank(CLUSTER: gl.constexpr):
+def rank(PLAN: gl.constexpr):
     """This block's number in its cluster."""
-    return gl.program_id(0) % CLUSTER
+    return gl.program_id(0) % PLAN.cluster
 
 
 @gluon.jit
@@ -67,155 +65,52 @@ class Work:
     M: gl.tensor
     N: gl.tensor
     K: gl.tensor
+    items: gl.tensor  # whole tiles first, then the parts of the others; tiles that a cluster computes together are one
     whole: gl.tensor  # tiles that are computed whole; each of the others in `split` parts
     split: gl.tensor
     PLAN: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, M, N, K, whole, split, PLAN):
+    def __init__(self, M, N, K, items, whole, split, PLAN):
         self.M = M
         self.N = N
         self.K = K
+        self.items = items
         self.whole = whole
         self.split = split
         self.PLAN = gl.constexpr(PLAN)
 
     @gluon.jit
-    def items(self):
-        """Number of items: whole tiles first, then the parts of the others. Tiles that a cluster computes together are one."""
-        tiles = gl.cdiv(self.M, self.PLAN.block_m * self.PLAN.down)
-        tiles *= gl.cdiv(self.N, self.PLAN.block_n * self.PLAN.abreast)
-        return self.whole + (tiles - self.whole) * self.split
-
-    @gluon.jit
-    def part(self, item):
-        """Number of an item among the parts of tiles; negative for a whole tile."""
-        return item - self.whole
-
-    @gluon.jit
     def locate(self, item):
-        """Tile of an item, and its first step along K and the one behind its last."""
-        steps = gl.cdiv(self.K, BLOCK_K)
-        part = self.part(item)
-        is_part = min(max(part + 1, 0), 1)  # 1 or 0
-        parts = 1 + (self.split - 1) * is_part
-        within = part % self.split * is_part
-        # For a whole tile the number of its part is negative, and the item is the smaller one.
-        tile = min(item, self.whole + part // self.split)
-        return tile, within * steps // parts, (within + 1) * steps // parts
+        """An item's first step along K and the one behind its last, and the first row and column of this block's tile.
 
-    @gluon.jit
-    def origin(self, tile):
-        """First row and column of this block's tile. Tiles are numbered down GROUP_M rows of tiles, then along."""
-        ROWS: gl.constexpr = self.PLAN.block_m * self.PLAN.down
-        COLUMNS: gl.constexpr = self.PLAN.block_n * self.PLAN.abreast
-        GROUP: gl.constexpr = max(GROUP_M // self.PLAN.down, 1)
-        tiles_m = gl.cdiv(self.M, ROWS)
-        tiles_n = gl.cdiv(self.N, COLUMNS)
-        first = tile // (GROUP * tiles_n) * GROUP
-        within = tile % (GROUP * tiles_n)
-        rows = min(tiles_m - first, GROUP)
-        row = (first + within % rows) * ROWS + rank(self.PLAN.down) * self.PLAN.block_m
-        return row, within // rows * COLUMNS + rank(self.PLAN.abreast) * self.PLAN.block_n
+        Tiles are numbered down GROUP_M rows of tiles, then along.
+        """
+        steps = gl.cdiv(self.K, BLOCK_K)
+        part = item - self.whole  # negative for a whole tile, and then the item is the smaller one
+        tile = min(item, self.whole + part // self.split)
+        parts = self.split if part >= 0 else 1
+        within = part % parts
+        TOGETHER: gl.constexpr = self.PLAN.block_m * self.PLAN.cluster
+        GROUP: gl.constexpr = GROUP_M // self.PLAN.cluster
+        tiles_m = gl.cdiv(self.M, TOGETHER)
+        tiles_n = gl.cdiv(self.N, self.PLAN.block_n)
+        above = tile // (GROUP * tiles_n) * GROUP
+        in_group = tile % (GROUP * tiles_n)
+        rows = min(tiles_m - above, GROUP)
+        row = (above + in_group % rows) * TOGETHER + rank(self.PLAN) * self.PLAN.block_m
+        return within * steps // parts, (within + 1) * steps // parts, row, in_group // rows * self.PLAN.block_n
 
     @gluon.jit
     def tile_and_part(self, item):
         """Number of this block's tile among those in parts, and of its part: a cluster's item is a part of each block's tile."""
-        part = self.part(item)
-        return part // self.split * self.PLAN.cluster + rank(self.PLAN.cluster), part % self.split
+        part = item - self.whole
+        return part // self.split * self.PLAN.cluster + rank(self.PLAN), part % self.split
 
 
-@aggregate
-class Ring:
-    """Slots for A and B with their barriers.
-
-    Step i since the kernel's start, across tiles, uses slot i % stages, for the (i // stages)-th time: the parity of that is the
-    phase to wait for. What is column-major lies in memory as it is, and is turned when it is read.
-    """
-
-    a: gl.shared_memory_descriptor  # (stages * consumers, *PLAN.a_tile)
-    b: gl.shared_memory_descriptor  # (stages, *PLAN.b_tile)
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    PLAN: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, a, b, full, empty, PLAN):
-        self.a = a
-        self.b = b
-        self.full = full
-        self.empty = empty
-        self.PLAN = gl.constexpr(PLAN)
-
-    @gluon.jit
-    def slot(self, i):
-        """Slot of step i."""
-        return i % self.PLAN.stages
-
-    @gluon.jit
-    def phase(self, i):
-        """Parity of the round in which step i uses its slot."""
-        return i // self.PLAN.stages & 1
-
-    @gluon.jit
-    def wait_until_empty(self, i):
-        """Producer: wait until the slot of step i has been read by all who read it."""
-        mbarrier.wait(self.empty.index(self.slot(i)), self.phase(i) ^ 1)
-
-    @gluon.jit
-    def fill(self, i, a_desc, b_desc, row, column, k, pred=True):
-        """Producer: fetch A[row.., k..] and B[k.., column..] for step i; its slot is empty.
-
-        TMA fills what lies outside of A and B with zeros, which count as bytes too.
-        """
-        CONSUMERS: gl.constexpr = self.PLAN.consumers
-        full = self.full.index(self.slot(i))
-        # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
-        # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
-        mbarrier.expect(full, self.PLAN.slot_bytes, pred=pred)
-        for w in gl.static_range(CONSUMERS):
-            tile = self.a.index(self.slot(i) * CONSUMERS + w)
-            rows = row + w * self.PLAN.rows
-            at = (k, rows) if self.PLAN.a_column_major else (rows, k)
-            self.fetch(a_desc, tile, at, full, pred, self.PLAN.abreast)
-        at = (column, k) if self.PLAN.b_column_major else (k, column)
-        self.fetch(b_desc, self.b.index(self.slot(i)), at, full, pred, self.PLAN.down)
-
-    @gluon.jit
-    def fetch(self, desc, tile, at, full, pred, BLOCKS: gl.constexpr):
-        """Producer: fetch a tile of an operand; of one that BLOCKS blocks share, this block's piece for all of them."""
-        ROWS: gl.constexpr = desc.block_type.shape[0]
-        COLUMNS: gl.constexpr = desc.block_type.shape[1]
-        if BLOCKS == 1:
-            tma_load(desc, [at[0], at[1]], full, tile, pred=pred)
-        else:
-            DOWN: gl.constexpr = BLOCKS * COLUMNS // tile.shape[1]  # pieces of a column of pieces
-            piece = rank(BLOCKS)
-            place = tile.reinterpret(tile.dtype, [BLOCKS, ROWS, COLUMNS], tile.layout).index(piece)
-            instruct(MARK_SHARED)
-            tma_load(desc, [at[0] + piece % DOWN * ROWS, at[1] + piece // DOWN * COLUMNS], full, place)
-            instruct(MARK_OWN)
-
-    @gluon.jit
-    def operands(self, i, WHICH: gl.constexpr):
-        """Consumer: its rows of A, and B, of step i, when they have arrived."""
-        a = self.a.index(self.slot(i) * self.PLAN.consumers + WHICH)
-        b = self.b.index(self.slot(i))
-        # Without this wait wgmma would read the tiles of the round before.
-        mbarrier.wait(self.full.index(self.slot(i)), self.phase(i))
-        if self.PLAN.a_column_major:
-            a = a.permute((1, 0))
-        if self.PLAN.b_column_major:
-            b = b.permute((1, 0))
-        return a, b
-
-    @gluon.jit
-    def release(self, i, pred=True):
-        """Consumer: the slot of step i may be refilled; without that the producer waits for ever.
-
-        The slot was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
-        """
-        mbarrier.arrive(self.empty.index(self.slot(i + self.PLAN.stages)), count=1, pred=pred)
+# The ring is (A, B, full, empty): slots of both operands with their barriers. Step i since the kernel's start, across tiles, uses slot
+# i % stages for the (i // stages)-th time: the parity of that is the phase to wait for. What is column-major lies in memory as it
+# is, and is turned when it is read.
 
 
 @gluon.jit
@@ -235,9 +130,75 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
             mbarrier.init(empty.index(i), count=PLAN.consumers * PLAN.cluster)
     if PLAN.cluster > 1:
         instruct(SHOW)  # without that the other blocks may not see the barriers when this one joins
-    a = shared_tiles(DTYPE, STAGES * PLAN.consumers, A_TILE)
-    b = shared_tiles(DTYPE, STAGES, B_TILE)
-    return Ring(a, b, full, empty, PLAN)
+    return (shared_tiles(DTYPE, STAGES * PLAN.consumers, A_TILE), shared_tiles(DTYPE, STAGES, B_TILE), full, empty)
+
+
+@gluon.jit
+def wait_until_empty(ring, i, STAGES: gl.constexpr):
+    """Producer: wait until the slot of step i has been read by all who read it."""
+    mbarrier.wait(ring[3].index(i % STAGES), i // STAGES & 1 ^ 1)
+
+
+@gluon.jit
+def fill(ring, i, a_desc, b_desc, row, column, k, PLAN: gl.constexpr, pred=True):
+    """Producer: fetch A[row.., k..] and B[k.., column..] for step i; its slot is empty.
+
+    TMA fills what lies outside of A and B with zeros, which count as bytes too.
+    """
+    CONSUMERS: gl.constexpr = PLAN.consumers
+    slot = i % PLAN.stages
+    full = ring[2].index(slot)
+    # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
+    # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
+    mbarrier.expect(full, 2 * (PLAN.block_m + PLAN.brought) * BLOCK_K, pred=pred)
+    for w in gl.static_range(CONSUMERS):
+        rows = row + w * PLAN.rows
+        at = [k, rows] if PLAN.a_column_major else [rows, k]
+        tma.async_load(a_desc, at, full, ring[0].index(slot * CONSUMERS + w), pred=pred)
+    tile = ring[1].index(slot)
+    B_BOX: gl.constexpr = PLAN.b_box
+    if PLAN.b_tile == B_BOX:
+        at = [column, k] if PLAN.b_column_major else [k, column]
+        tma.async_load(b_desc, at, full, tile, pred=pred)
+    else:
+        ROWS_B: gl.constexpr = B_BOX[0]
+        COUNT: gl.constexpr = PLAN.columns // ROWS_B
+        TIMES: gl.constexpr = PLAN.brought // PLAN.cluster // ROWS_B
+        boxes = tile.reinterpret(tile.dtype, [COUNT, ROWS_B, BLOCK_K], tile.layout)
+        if PLAN.cluster > 1:
+            instruct(MARK_SHARED)
+        for i in gl.static_range(TIMES):
+            box = rank(PLAN) * TIMES + i
+            # Where rows of B are longer than 128 bytes, they lie in shared memory as blocks of 64 columns, one behind the other.
+            y = box * ROWS_B
+            at = [column + y, k] if PLAN.b_column_major else [k + y % BLOCK_K, column + y // BLOCK_K * BLOCK_K]
+            tma.async_load(b_desc, at, full, boxes.index(box), pred=pred)
+        if PLAN.cluster > 1:
+            instruct(MARK_OWN)
+
+
+@gluon.jit
+def operands(ring, i, PLAN: gl.constexpr, WHICH: gl.constexpr):
+    """Consumer: its rows of A, and B, of step i, when they have arrived."""
+    slot = i % PLAN.stages
+    a = ring[0].index(slot * PLAN.consumers + WHICH)
+    b = ring[1].index(slot)
+    # Without this wait wgmma would read the tiles of the round before.
+    mbarrier.wait(ring[2].index(slot), i // PLAN.stages & 1)
+    if PLAN.a_column_major:
+        a = a.permute((1, 0))
+    if PLAN.b_column_major:
+        b = b.permute((1, 0))
+    return a, b
+
+
+@gluon.jit
+def release(ring, i, STAGES: gl.constexpr, pred=True):
+    """Consumer: the slot of step i may be refilled; without that the producer waits for ever.
+
+    The slot was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
+    """
+    mbarrier.arrive(ring[3].index((i + STAGES) % STAGES), count=1, pred=pred)
 
 
 @gluon.jit
@@ -263,9 +224,10 @@ def sums_of(work, partial, item, part, WHICH: gl.constexpr, column, COLUMNS: gl.
 def leave_part(work, partial, acc, item, WHICH: gl.constexpr):
     """Leave a part's sums in global memory, and tell whether all parts of the tile are there now."""
     tile, part = work.tile_and_part(item)
-    COLUMNS: gl.constexpr = work.PLAN.block_n
+    COLUMNS: gl.constexpr = work.PLAN.columns
     layout: gl.constexpr = acc.type.layout
-    gl.store(sums_of(work, partial, item, part, WHICH, 0, COLUMNS, layout), acc)
+    inside = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)) < work.PLAN.block_n
+    gl.store(sums_of(work, partial, item, part, WHICH, 0, COLUMNS, layout), acc, mask=inside[None, :])
     # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
     whole_warpgroup()
     counter = partial[1] + tile * work.PLAN.consumers + WHICH
@@ -318,7 +280,7 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr):
     else:
         buffer.store(piece)
     fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
-    tma_store(c_desc, [row, column], buffer)
+    tma.async_store(c_desc, [row, column], buffer)
 
 
 @gluon.jit
@@ -326,8 +288,10 @@ def store_item(work, out, partial, acc, item, row, column, WHICH: gl.constexpr):
     """Store a consumer's rows of a tile of C, or leave a part's sums; the part that is the last to arrive stores their total."""
     PIECES: gl.constexpr = work.PLAN.pieces
     dtype: gl.constexpr = out[0].dtype
-    if work.part(item) < 0:
-        pieces = column_pieces(acc.to(dtype), PIECES)
+    if PIECES % work.PLAN.buffers > 0:
+        tma.store_wait(0)  # an odd number of pieces ends with the buffer that the next tile begins with
+    if item < work.whole:
+        pieces = column_pieces(acc.to(dtype), work.PLAN.columns // work.PLAN.piece[1])
         for i in gl.static_range(PIECES):
             store_piece(work, out, pieces[i], i, row, column, WHICH)
     elif leave_part(work, partial, acc, item, WHICH):

@@ -20,11 +20,11 @@ hopper = pytest.mark.skipif(
 )
 
 ORDERS = [(False, False), (False, True), (True, False), (True, True)]
-# A plan of the short kernel, and of one to three consumers, each with another order of A and B and another dtype.
+# A plan of the short kernel, and of one and two consumers, each with another order of A and B and another dtype.
 KINDS = {(plan.short, plan.consumers): plan for plan in PLANS}.values()
 VARIANTS = [
     (replace(plan, a_column_major=a, b_column_major=b), dtype)
-    for plan, (a, b), dtype in zip(KINDS, ORDERS, ("bf16", "fp16", "bf16", "fp16"), strict=True)
+    for plan, (a, b), dtype in zip(KINDS, ORDERS, ("bf16", "fp16", "bf16"), strict=False)
 ]
 
 
@@ -71,7 +71,7 @@ PTX = f"""
 """
 
 
-@pytest.mark.parametrize("plan", [Plan(128, 256, down=2), Plan(64, 64, abreast=4)], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [Plan(128, 256, 4, cluster=2), Plan(64, 96, 8, cluster=4)], ids=lambda plan: plan.name)
 def test_copies_between_the_marks_go_to_all_blocks_and_lanes_arrive_in_all(plan):
     from utils.kernels.gemm_launch import adapted, multicast
 
@@ -103,16 +103,16 @@ def test_one_warp_waits_for_itself_between_copies_and_all_warps_elsewhere():
 
 
 def test_operands_that_tma_can_copy_and_those_it_cannot():
-    from utils.kernels.gemm_launch import Rows, rows_in_memory
+    from utils.kernels.gemm_launch import rows_in_memory
 
     half = lambda *shape: torch.zeros(*shape, dtype=torch.float16)  # noqa: E731
     for x, rows in (
-        (half(10, 24), Rows(10, 24, 24, False)),
-        (half(24, 16).T, Rows(24, 16, 16, True)),
-        (half(10, 40)[:, :33], Rows(10, 33, 40, False)),  # the pitch counts, not K
-        (half(10, 32), Rows(10, 32, 32, False)),
-        (half(1, 33), Rows(1, 33, 40, False)),  # one row has no pitch
-        (half(33, 1), Rows(1, 33, 40, True)),
+        (half(10, 24), (False, [10, 24], [24, 1])),
+        (half(24, 16).T, (True, [24, 16], [16, 1])),
+        (half(10, 40)[:, :33], (False, [10, 33], [40, 1])),  # the pitch counts, not K
+        (half(10, 32), (False, [10, 32], [32, 1])),
+        (half(1, 33), (False, [1, 33], [40, 1])),  # one row has no pitch
+        (half(33, 1), (True, [1, 33], [40, 1])),
     ):
         assert rows_in_memory("A", x) == rows
     for x in (half(10, 33), half(10, 40)[:, 1:], half(10, 80)[:, ::2], half(1, 40).expand(10, 40)):
@@ -140,7 +140,8 @@ def test_random_shapes_against_float64(plan, a_column_major, b_column_major):
     dtype = random.choice((torch.float16, torch.bfloat16))
     fixed = [(1, 8, 8), (1, 1, 1), (128, 256, 64), (129, 257, 65), (127, 248, 2048), (3000, 1032, 520)]
     drawn = [[random.randint(1, limit) for limit in (1500, 1500, 1500)] for _ in range(6)]
-    for m, n, k in (*fixed, (2600, 5000, 1160), *drawn):
+    # Many tiles of two steps: the pieces of a tile follow those of the one before at once.
+    for m, n, k in (*fixed, (2600, 5000, 1160), (6048, 6216, 120), *drawn):
         split = random.choice([split for split in SPLITS if split <= -(-k // 64)])
         a, b = matrix(m, k, a_column_major, dtype), matrix(k, n, b_column_major, dtype)
         launch = prepare(a, b, plan, split)
@@ -173,17 +174,6 @@ def test_a_launch_that_begins_early_waits_for_what_it_reads(plan, split):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("size", [1024, 4096])
-def test_many_tiles_an_sm(size):
-    """More tiles than SMs: the ring runs on from tile to tile, and the phases of the barriers wrap many times."""
-    from utils.kernels.gemm import gemm_warp_specialized
-
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in "ab")
-    assert_product(gemm_warp_specialized(a, b), a, b, f"{size} cubed")
-
-
-@pytest.mark.gpu
-@hopper
 @pytest.mark.parametrize("columns", [256, 203])
 def test_nothing_is_written_outside_of_c(columns):
     from utils.kernels.gemm_launch import prepare
@@ -192,7 +182,7 @@ def test_nothing_is_written_outside_of_c(columns):
     zone = torch.full((64 + 131 + 64, -(-columns // 8) * 8), 7.0, device="cuda", dtype=torch.float16)
     rows = zone[64:-64]
     for plan in PLANS:
-        prepare(a, b, plan).into(a, b, rows[:, :columns])
+        prepare(a, b, plan)(a, b, rows[:, :columns])
         assert_product(rows[:, :columns], a, b, str(plan))
         rows.fill_(7.0)
         assert (zone == 7.0).all(), plan
