@@ -21,6 +21,7 @@ from utils.attention.gluon.plan import (
     row_offset,
     tile_blocks,
     variant_for,
+    whole_tiles,
 )
 from utils.files import ROOT
 from utils.machine.device import offline_compile_support, triton_support
@@ -123,12 +124,8 @@ def test_plans_fit_the_machine():
         for head_dim, variant in itertools.product((8, 64, 72, 128, 136, 256), ("", "one", "few", "three")):
             plan = plan_for(step, head_dim, variant)
             assert plan.block_d == block_head_dim(head_dim) >= head_dim
-            assert (
-                2 * plan.block_d * (plan.rows * plan.q_slots + (2 * plan.stages + plan.v_extra) * plan.block_n)
-                < 227 * 1024
-            )
-            if step >= 4:  # registers of the consumers, and of the warpgroup that the producer is rounded up to
-                assert 128 * (plan.consumers * plan.registers + (32 if plan.consumers == 3 else 24)) <= 65536
+            q_slots, v_slots = (1 if plan.prefill else 2, max(3, plan.stages)) if step == 5 else (1, plan.stages)
+            assert 2 * plan.block_d * (plan.rows * q_slots + (plan.stages + v_slots) * plan.block_n) < 227 * 1024
     with pytest.raises(ValueError, match="steps 1 to 5"):
         plan_for(6, 64)
 
@@ -264,6 +261,28 @@ def test_a_tail_that_only_the_first_block_masks(monkeypatch, sizes):
     q = torch.randn(batch, heads, sq, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(batch, kv_heads, sk, 64, dtype=torch.bfloat16) for _ in range(2))
     compare_simulated(monkeypatch, q, k, v, plan_for(5, 64), 3)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "sq", "programs"),
+    [(128, 3, 300, 8), (256, 1, 100, 7), pytest.param(64, 2, 500, 5, marks=pytest.mark.slow), (96, 2, 190, 3)],
+)
+@pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
+def test_tiles_of_a_short_last_round_are_shared(monkeypatch, head_dim, heads, sq, programs):
+    """Of 9, 1, 6 and 4 tiles, the last one is computed in parts, which have 64 rows each, some behind the last query."""
+    torch.manual_seed(0)
+    plan = plan_for(5, head_dim)
+    tiles = math.ceil(sq / plan.rows) * heads
+    assert whole_tiles(tiles, plan.consumers, programs) == tiles - 1
+    q = torch.randn(1, heads, sq, head_dim, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 1, 333, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    compare_simulated(monkeypatch, q, k, v, plan, programs)
+
+
+def test_only_a_short_last_round_is_shared():
+    assert [whole_tiles(n, 2, 132) for n in (66, 67, 132, 198, 199, 300)] == [0, 67, 132, 132, 199, 264]
+    assert [whole_tiles(n, consumers, 132) for n, consumers in ((176, 3), (177, 3), (100, 1))] == [132, 177, 0]
 
 
 @needs_triton

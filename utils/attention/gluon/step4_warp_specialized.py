@@ -143,7 +143,6 @@ def attention_step4(
     BLOCK_D: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     LSE: gl.constexpr,
@@ -181,11 +180,11 @@ def attention_step4(
             (consumer, (work, 2, STAGES, CAUSAL, WINDOW, LSE)),
         ][: CONSUMERS + 1],
         [1, 4, 4][:CONSUMERS],
-        [32 if CONSUMERS == 3 else 24, REGISTERS, REGISTERS][:CONSUMERS],
+        [32, 160, 160] if CONSUMERS == 3 else [24, 240],
     )
 
 
 def launch(a: Arguments) -> None:
     """Run the kernel on tensors of a GPU."""
-    pipeline = {"CONSUMERS": a.plan.consumers, "STAGES": a.plan.stages, "REGISTERS": a.plan.registers}
+    pipeline = {"CONSUMERS": a.plan.consumers, "STAGES": a.plan.stages}
     attention_step4[a.grid()](*a.descriptors(), a.lse, *a.sizes(), **a.constants(), **pipeline)

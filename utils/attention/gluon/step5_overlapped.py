@@ -37,7 +37,7 @@ from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import first_block, start_output, step
 from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
-from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_blocks
+from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_blocks, whole_tiles
 from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import normalizers, spread
 from utils.attention.gluon.transfers import fill_rings, producer, store_lse, store_tile
@@ -70,13 +70,17 @@ def consumer(work, results, W: gl.constexpr):
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
+    Q_SLOTS: gl.constexpr = work.q.SLOTS
 
     count, t, rest = work.todo.first()
+    PARTS: gl.constexpr = work.todo.PARTS
+    own = count  # tiles that this consumer computes rows of
+    if W > 0 and PARTS > 1:
+        own = count - work.todo.is_part(t + (count - 1) * gl.num_programs(0)).to(gl.int32)
     it = 0
-    for i in range(count):
+    for i in range(own):
         t_next = work.todo.start_next(t, rest, i)
-        tile, flat = work.todo.locate(t)
-        first_row, stop, lo, hi, base = work.place(tile)
+        flat, first_row, stop, lo, hi, base = work.place(t)
         row = first_row + W * BLOCK_M
         if PLAN.own_keys and work.CASE.mask != "":
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
@@ -90,7 +94,7 @@ def consumer(work, results, W: gl.constexpr):
         q = work.q.tile(i, W)
         block = Block(it, row, base + (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, q)
-        if PLAN.q_slots == 2:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
+        if Q_SLOTS == 2:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
                 tma.store_wait(0)
@@ -113,16 +117,18 @@ def consumer(work, results, W: gl.constexpr):
         o = o * spread(inverse, o)
         work.v.release(it - 1)
         store_tile(work, out, flat, row, work.q.tiles.index(work.q.slot(i, W)), o, stop)
-        if PLAN.q_slots == 1:
+        if Q_SLOTS == 1:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)
         t = work.todo.finish_next(t_next)
+    if W > 0 and PARTS > 1:
+        skip_blocks(work, it, (count - own) * gl.cdiv(work.sk, BLOCK_N))
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["sq", "sk", "back", "ahead", "tiles_m", "heads_total", "heads", "group"]
-SIZES += ["schedule_stride", "offset", "eighths", "lse_wanted"]
+SIZES += ["whole", "schedule_stride", "offset", "eighths", "lse_wanted"]
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -142,6 +148,7 @@ def attention_step5(
     heads_total,
     heads,
     group,
+    whole,
     schedule_stride,
     offset,
     eighths,
@@ -152,17 +159,22 @@ def attention_step5(
 ):
     """Allocate rings and barriers, then start the roles: a producer warp and PLAN.consumers consumer warpgroups."""
     CONSUMERS: gl.constexpr = PLAN.consumers
-    REGISTERS: gl.constexpr = PLAN.registers
+    # Registers of a thread: 65536 on a multiprocessor, of which a consumer leaves the producer's warpgroup 24 or 32.
+    REGISTERS: gl.constexpr = 160 if CONSUMERS == 3 else 240
     # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
     PREFILL: gl.constexpr = PLAN.prefill
     gl.static_assert(PLAN.stages >= PREFILL)
     PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
     HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
     READY: gl.constexpr = PREFILL if PREFILL > 0 else None
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None)
+    # With two tiles of Q, the next one is loaded while a tile is computed: then no first loads need to be early.
+    q = allocate_ring(q_desc, 1 if PREFILL > 0 else 2, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None)
     k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY)
-    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, 0, READY)
-    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, CASE.dealt, CASE.mask == "causal")
+    # V's slots are released half a block later than K's: with two of K, V has a third.
+    v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS, 0, READY)
+    PARTS: gl.constexpr = CONSUMERS if CASE.mask == "" else 1
+    LONGEST_FIRST: gl.constexpr = CASE.mask == "causal"
+    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, whole, CASE.dealt, LONGEST_FIRST, PARTS)
     work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
     if PREFILL > 0:
         fill_rings(work, q_desc, k_desc, v_desc)
@@ -246,7 +258,8 @@ def launch(a: Arguments) -> Callable | None:
         mask = "window" if window else "causal" if causal else ""
     offset = row_offset(plan, mask == "causal", a.sk - a.sq)
     tiles = len(blocks) * a.heads_total
-    programs = min(a.programs, tiles)
+    whole = tiles if mask else whole_tiles(tiles, plan.consumers, a.programs)
+    programs = min(a.programs, whole + (tiles - whole) * plan.consumers)
     schedule, stride = None, 0
     if tiles > programs and len(set(blocks)) > 1:  # causal, or a window
         head_bytes = a.sk * plan.block_d * 4
@@ -256,7 +269,7 @@ def launch(a: Arguments) -> Callable | None:
     tensors = (*a.descriptors(), a.out, a.lse)
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
     heads = a.heads_total, a.heads, a.group
-    sizes = a.sq, a.sk, back, ahead, len(blocks), *heads, stride, offset, a.head_dim // 8, int(a.return_lse), a.c
+    sizes = a.sq, a.sk, back, ahead, len(blocks), *heads, whole, stride, offset, a.head_dim // 8, int(a.return_lse), a.c
     options = {"PLAN": plan, "CASE": case, "num_warps": 4}
     if not a.q.is_cuda:
         return attention_step5[(programs,)](*tensors, table, *sizes, **options)

@@ -20,8 +20,7 @@ def producer(work, q_desc, k_desc, v_desc):
     it = 0
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
-        tile, flat = work.todo.locate(t)
-        row, _stop, lo, hi, base = work.place(tile)
+        flat, row, _stop, lo, hi, base = work.place(t)
         batch, head, kv_head = work.heads_of(flat)
         begin = 0
         if PLAN.prefill > 0:  # of the first tile `fill_rings` has asked for some
@@ -33,7 +32,7 @@ def producer(work, q_desc, k_desc, v_desc):
             if j == 0:
                 work.q.load(i, q_desc, batch, head, row)
             work.k.load(it, k_desc, batch, kv_head, key)
-            if j == 0:
+            if (j == 0) & (not work.todo.is_part(t)):
                 for w in gl.static_range(1, CONSUMERS):
                     work.q.load(i, q_desc, batch, head, row + w * BLOCK_M, w)
             work.v.load(it, v_desc, batch, kv_head, key)
@@ -57,12 +56,12 @@ def fill_rings(work, q_desc, k_desc, v_desc):
         count, t, _rest = work.todo.first()
     else:  # there are no more programs than tiles
         count, t = 1, gl.program_id(0)
-    tile, flat = work.todo.locate(t)
-    row, _stop, lo, hi, base = work.place(tile)
+    flat, row, _stop, lo, hi, base = work.place(t)
     batch, head, kv_head = work.heads_of(flat)
     blocks = gl.where(count > 0, hi - lo, 0)  # a program that has no tile asks for nothing
+    together = (blocks > 0) & (not work.todo.is_part(t))
     for w in gl.static_range(CONSUMERS):
-        work.q.expect(0, q_desc, w, pred=blocks > 0)
+        work.q.expect(0, q_desc, w, pred=blocks > 0 if w == 0 else together)
     for j in gl.static_range(COUNT):
         work.k.expect(j, k_desc, pred=j < blocks)
         work.v.expect(j, v_desc, pred=j < blocks)
@@ -72,7 +71,7 @@ def fill_rings(work, q_desc, k_desc, v_desc):
         work.k.copy(j, k_desc, batch, kv_head, key, pred=j < blocks)
         if j == 0:
             for w in gl.static_range(1, CONSUMERS):
-                work.q.copy(0, q_desc, batch, head, row + w * BLOCK_M, w, pred=blocks > 0)
+                work.q.copy(0, q_desc, batch, head, row + w * BLOCK_M, w, pred=together)
         work.v.copy(j, v_desc, batch, kv_head, key, pred=j < blocks)
 
 
