@@ -168,7 +168,8 @@ def attention_step5(
     HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
     READY: gl.constexpr = PREFILL if PREFILL > 0 else None
     # With two tiles of Q, the next one is loaded while a tile is computed: then no first loads need to be early.
-    q = allocate_ring(q_desc, 1 if PREFILL > 0 else 2, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None)
+    Q_SLOTS: gl.constexpr = 1 if PREFILL > 0 or PLAN.block_d == 256 else 2
+    q = allocate_ring(q_desc, Q_SLOTS, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None)
     k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY)
     # V's slots are released half a block later than K's: with two of K, V has a third.
     v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS, 0, READY)
