@@ -78,8 +78,8 @@ def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group, window):
     dealt = deal_tiles(blocks, heads, group, sk * 512, programs)
     tiles = [tile for program in dealt for tile in program]
     rows = sq + row_offset(plan_for(5, 128), not window, sk - sq)
-    assert sorted(tiles) == sorted(m | head << 16 for head in range(heads) for m in range(math.ceil(rows / 128)))
-    loads = [sum(blocks[tile & 0xFFFF] for tile in program) for program in dealt]
+    assert sorted(tiles) == list(range(heads * math.ceil(rows / 128)))
+    loads = [sum(blocks[tile % len(blocks)] for tile in program) for program in dealt]
     assert max(loads) - sum(loads) / programs <= max(blocks)  # at worst one tile too many
     if len(tiles) > 1000:
         assert sum(loads) / programs / max(loads) > 0.97
@@ -91,17 +91,19 @@ def test_sections_of_heads_follow_each_other_and_leave_no_program_behind(batch, 
     blocks = tile_blocks(plan_for(5, 256), length, length, True, 0)
     head_bytes = length * 256 * 4
     dealt = deal_tiles(blocks, batch * 8, 1, head_bytes, 132)
-    loads = [sum(blocks[tile & 0xFFFF] + 2.5 for tile in program) for program in dealt]
+    loads = [sum(blocks[tile % len(blocks)] + 2.5 for tile in program) for program in dealt]
     assert max(loads) < 1.035 * sum(loads) / 132
     heads, last = SECTION_BYTES // head_bytes, batch * 8 - 2 * (SECTION_BYTES // head_bytes)
     for program in dealt:
-        sections = [min(tile >> 16, last) // heads for tile in program]
+        sections = [min(tile // len(blocks), last) // heads for tile in program]
         assert sections == sorted(sections)
 
 
-def test_more_tiles_than_can_be_numbered_are_not_dealt():
-    assert deal_tiles([1] * 70000, 1, 1, 1, 132) is None
-    assert deal_tiles([1], 40000, 1, 1, 132) is None
+def test_tiles_without_number_are_dealt_in_turns_the_longest_first():
+    dealt = deal_tiles([1, 2, 3], 40_000, 1, 1, 132)
+    assert sorted(tile for tiles in dealt for tile in tiles) == list(range(120_000))
+    loads = [sum(tile % 3 + 1 for tile in tiles) for tiles in dealt]
+    assert max(loads) - min(loads) <= 6 and all(tile % 3 == 2 for tiles in dealt for tile in tiles[:300])
 
 
 @pytest.mark.parametrize("causal, window", [(True, 0), (True, 100), (False, 100), (False, 0)])

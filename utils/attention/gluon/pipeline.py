@@ -132,7 +132,7 @@ class Tiles:
     """Which tiles of query rows this program computes, in which order. A tile belongs to one head of one sequence.
 
     DEALT: a row of `schedule` for each program, computed on the host (`plan.deal_tiles`). Otherwise program p
-    takes the tiles p, p + programs, ...; LONGEST_FIRST numbers them from the last row tile of all heads down.
+    takes the tiles p, p + programs, ...
     The tiles from `whole` on are PARTS each, of 64 rows: a program's first consumer computes such a part alone.
     """
 
@@ -142,7 +142,6 @@ class Tiles:
     heads_total: gl.tensor
     whole: gl.tensor
     DEALT: gl.constexpr
-    LONGEST_FIRST: gl.constexpr
     PARTS: gl.constexpr
 
     @gluon.jit
@@ -177,16 +176,13 @@ class Tiles:
     @gluon.jit
     def locate(self, t):
         """Tile number -> (row tile, head counted over all sequences, part of the row tile)."""
-        if self.DEALT:
-            return t & 0xFFFF, t >> 16, 0
-        elif self.LONGEST_FIRST:
-            down = t // self.heads_total
-            return self.tiles_m - 1 - down, t - down * self.heads_total, 0
-        else:
+        part = 0
+        if self.PARTS > 1:
             behind = gl.maximum(t - self.whole, 0)
+            part = behind % self.PARTS
             t = gl.minimum(t, self.whole) + behind // self.PARTS
-            head = t // self.tiles_m
-            return t - head * self.tiles_m, head, behind % self.PARTS
+        head = t // self.tiles_m
+        return t - head * self.tiles_m, head, part
 
 
 @aggregate

@@ -168,13 +168,11 @@ TILE_OVERHEAD = 1.5  # what a tile costs beyond its key blocks, in key blocks: f
 _MOST_TILES = 1 << 16
 
 
-def deal_tiles(
-    blocks: Sequence[int], heads_total: int, group: int, head_bytes: int, programs: int
-) -> tuple[tuple[int, ...], ...] | None:
-    """Deal tiles of different lengths to the programs so that all end together: row tile | head << 16.
+def deal_tiles(blocks: Sequence[int], heads_total: int, group: int, head_bytes: int, programs: int) -> list[list[int]]:
+    """Deal tiles of different lengths to the programs so that all end together: head * len(blocks) + row tile.
 
-    The longest come first, each to the program with the least work.
-    Heads are dealt in sections (SECTION_BYTES), one after another.
+    The longest come first, each to the program with the least work, or in turns if there are so many that any order is
+    balanced. Heads are dealt in sections (SECTION_BYTES), one after another.
 
     Args:
         blocks: How many blocks of keys each row tile of a head sees.
@@ -182,22 +180,19 @@ def deal_tiles(
         group: Query heads that share a head of keys.
         head_bytes: Bytes of one head's K and V.
         programs: Number of programs.
-
-    Returns:
-        The tiles of each program; None if there are so many that any order is balanced, or that 16 bits cannot
-        number them.
     """
-    if len(blocks) * heads_total > _MOST_TILES or len(blocks) > 0xFFFF or heads_total > 0x7FFF:
-        return None
+    tiles_m, order = len(blocks), sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
+    if tiles_m * heads_total > _MOST_TILES:
+        tiles = [head * tiles_m + m for m in order for head in range(heads_total)]
+        return [tiles[program::programs] for program in range(programs)]
     section = max(1, SECTION_BYTES // head_bytes) * group
     last = heads_total - min(_LAST_SECTION * section, heads_total)
     starts = sorted({0, *range(last % section, last + 1, section), heads_total})
-    order = sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
     loads = [(0.0, program) for program in range(programs)]  # a heap
     dealt: list[list[int]] = [[] for _ in loads]
     for first, behind in itertools.pairwise(starts):
         for m, head in itertools.product(order, range(first, behind)):
             load, program = loads[0]
             heapq.heapreplace(loads, (load + blocks[m] + TILE_OVERHEAD, program))
-            dealt[program].append(m | head << 16)
-    return tuple(map(tuple, dealt))
+            dealt[program].append(head * tiles_m + m)
+    return dealt

@@ -174,8 +174,7 @@ def attention_step5(
     # V's slots are released half a block later than K's: with two of K, V has a third.
     v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS, 0, READY)
     PARTS: gl.constexpr = CONSUMERS if CASE.mask == "" else 1
-    LONGEST_FIRST: gl.constexpr = CASE.mask == "causal"
-    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, whole, CASE.dealt, LONGEST_FIRST, PARTS)
+    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, whole, CASE.dealt, PARTS)
     work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
     if PREFILL > 0:
         fill_rings(work, q_desc, k_desc, v_desc)
@@ -208,11 +207,9 @@ def narrowed(compiled, plan: Plan):
 @functools.lru_cache(maxsize=64)
 def tile_schedule(
     blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device
-) -> tuple[torch.Tensor | None, int]:
-    """The schedule of a head's tiles on the GPU, a row for each program, and the length of a row; None: not dealt."""
+) -> tuple[torch.Tensor, int]:
+    """The schedule of a head's tiles on the GPU, a row for each program, and the length of a row."""
     dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs)
-    if dealt is None:
-        return None, 0
     # A row: how many tiles, the tiles, and one more, because a program reads ahead.
     stride = max(map(len, dealt)) + 2
     table = [[len(tiles), *tiles, *[0] * (stride - 1 - len(tiles))] for tiles in dealt]
@@ -222,22 +219,16 @@ def tile_schedule(
 _captured: dict[int, torch.Tensor] = {}  # schedules that CUDA graphs read, by address
 
 
-def keep_for_graphs(schedule: torch.Tensor) -> None:
-    """Keep a schedule as long as the process lives if this launch is captured.
+def repeated(handle: Callable, schedule: torch.Tensor | None) -> Callable:
+    """Return a launch that was made, to be repeated on (q, k, v, out, lse) like its own.
 
     A graph is replayed with the addresses that it was captured with. It keeps nothing alive that was there before, and
     `tile_schedule` drops what is old: the programs would then read which tiles are theirs from another tensor's memory.
     """
-    if torch.cuda.is_current_stream_capturing():
-        _captured[schedule.data_ptr()] = schedule
-
-
-def repeated(handle: Callable, schedule: torch.Tensor | None) -> Callable:
-    """Return a launch that was made, to be repeated on (q, k, v, out, lse) like its own."""
 
     def again(q, k, v, out, lse) -> None:
-        if schedule is not None:
-            keep_for_graphs(schedule)
+        if schedule is not None and torch.cuda.is_current_stream_capturing():
+            _captured[schedule.data_ptr()] = schedule
         handle(q, k, v, out, out, lse)
 
     return again
@@ -263,10 +254,9 @@ def launch(a: Arguments) -> Callable | None:
     programs = min(a.programs, whole + (tiles - whole) * plan.consumers)
     schedule, stride = None, 0
     if tiles > programs and len(set(blocks)) > 1:  # causal, or a window
-        head_bytes = a.sk * plan.block_d * 4
-        schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
-    dealt = schedule is not None
-    case = Case(mask, dealt, offset > 0 or len(a.lengths) > 1)
+        work = blocks, a.heads_total, a.group, a.sk * plan.block_d * 4
+        schedule, stride = tile_schedule(*work, programs, a.q.device)
+    case = Case(mask, schedule is not None, offset > 0 or len(a.lengths) > 1)
     tensors = (*a.descriptors(), a.out, a.lse)
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
     heads = a.heads_total, a.heads, a.group
