@@ -92,39 +92,17 @@ def ring_shape(count, box, rows):
 
 
 @gluon.jit
-def allocate_ring(
-    descriptor,
-    SLOTS: gl.constexpr,
-    LANES: gl.constexpr,
-    READERS: gl.constexpr,
-    ROWS: gl.constexpr = 0,
-    READY: gl.constexpr = None,
-):
-    """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's.
-
-    READY: how many of the barriers for full tiles are made now, if not all barriers; `make_barriers` makes the others.
-    """
+def allocate_ring(descriptor, SLOTS: gl.constexpr, LANES: gl.constexpr, READERS: gl.constexpr, ROWS: gl.constexpr = 0):
+    """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's."""
     count: gl.constexpr = SLOTS * LANES
     shape: gl.constexpr = ring_shape(count, descriptor.block_type.shape, ROWS)
     tiles = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
     full = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    ring = Ring(tiles, full, empty, SLOTS, LANES)
-    if READY is None:
-        make_barriers(ring, READERS, 0)
-    else:
-        for i in gl.static_range(READY):
-            mbarrier.init(full.index(i), count=1)
-    return ring
-
-
-@gluon.jit
-def make_barriers(ring, READERS: gl.constexpr, READY: gl.constexpr):
-    """Make the barriers of a ring, but for the first READY for full tiles, which are there."""
-    for i in gl.static_range(ring.SLOTS * ring.LANES):
-        if i >= READY:
-            mbarrier.init(ring.full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
-        mbarrier.init(ring.empty.index(i), count=128 * READERS)  # every thread releases for itself
+    for i in gl.static_range(count):
+        mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
+        mbarrier.init(empty.index(i), count=128 * READERS)  # every thread releases for itself
+    return Ring(tiles, full, empty, SLOTS, LANES)
 
 
 @aggregate

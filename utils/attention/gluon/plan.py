@@ -31,7 +31,6 @@ class Plan:
     consumers: int = 1  # warpgroups that compute, 64 query rows each
     stages: int = 2  # slots of the K ring, and of step 5's V ring, which has at least 3
     own_keys: bool = False  # under a mask, each consumer starts at its own rows' last block, not at the tile's
-    prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin; 0: Q has two tiles
     depth: int = 0  # 80 or 96: so many columns of Q and K make the scores, and so many of V the output, not all 128 of their tiles
 
     @property
@@ -62,10 +61,10 @@ _STEP_5 = {
     (128, ""): Plan(128, 128, 2, 2),
     # Full attention in tiles of 192 rows, where they make fewer rounds.
     (128, "three"): Plan(128, 64, 3, 4),
-    (64, "one"): Plan(64, 128, 1, 4, prefill=1),
-    (128, "one"): Plan(128, 128, 1, 2, prefill=1),
-    (256, "one"): Plan(256, 64, 1, 2, prefill=1),
-    (256, ""): Plan(256, 64, 2, 2, own_keys=True, prefill=2),
+    (64, "one"): Plan(64, 128, 1, 4),
+    (128, "one"): Plan(128, 128, 1, 2),
+    (256, "one"): Plan(256, 64, 1, 2),
+    (256, ""): Plan(256, 64, 2, 2, own_keys=True),
 }
 
 
@@ -142,7 +141,7 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
     if step == 3:
         return Plan(d, 64 if d == 256 else 128)
     if step == 4:
-        return replace(_STEP_5[d, ""], stages=3 if d == 64 else 2, prefill=0)
+        return replace(_STEP_5[d, ""], stages=3 if d == 64 else 2)
     if step == 5:
         plan = _STEP_5.get((d, variant)) or _STEP_5[d, ""]
         return replace(plan, depth=-(-head_dim // 16) * 16 if 64 < head_dim <= 96 else 0)

@@ -13,7 +13,6 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
     shared        Q + K ring + V ring                          48+64+64         64+64+96         64+64+96 KiB
     own_keys      masked: each consumer starts at its last block yes             no               yes
-    prefill       blocks asked for before the roles begin      0                0                2
 
 With two tiles of Q the producer goes on into the next tile while this one is computed. The other plans are in `plan.py`.
 
@@ -31,16 +30,16 @@ from collections.abc import Callable
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import first_block, start_output, step
 from utils.attention.gluon.intervals import packed_queries
-from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
+from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
 from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_blocks, whole_tiles
 from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import normalizers, spread
-from utils.attention.gluon.transfers import fill_rings, producer, store_lse, store_tile
+from utils.attention.gluon.transfers import producer, store_lse, store_tile
 from utils.kernels.assembling import narrow_products, reassembled
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
@@ -161,27 +160,16 @@ def attention_step5(
     CONSUMERS: gl.constexpr = PLAN.consumers
     # Registers of a thread: 65536 on a multiprocessor, of which a consumer leaves the producer's warpgroup 24 or 32.
     REGISTERS: gl.constexpr = 160 if CONSUMERS == 3 else 240
-    # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
-    PREFILL: gl.constexpr = PLAN.prefill
-    gl.static_assert(PLAN.stages >= PREFILL)
     PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
     HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
-    READY: gl.constexpr = PREFILL if PREFILL > 0 else None
-    # With two tiles of Q, the next one is loaded while a tile is computed: then no first loads need to be early.
-    Q_SLOTS: gl.constexpr = 1 if PREFILL > 0 or PLAN.block_d == 256 else 2
-    q = allocate_ring(q_desc, Q_SLOTS, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY)
+    # With two tiles of Q, the next one is loaded while a tile is computed; two of 128 x 256 do not fit.
+    q = allocate_ring(q_desc, 1 if PLAN.block_d == 256 else 2, CONSUMERS, 1)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS)
     # V's slots are released half a block later than K's: with two of K, V has a third.
-    v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS, 0, READY)
+    v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS)
     PARTS: gl.constexpr = CONSUMERS if CASE.mask == "" else 1
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, whole, CASE.dealt, PARTS)
     work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
-    if PREFILL > 0:
-        fill_rings(work, q_desc, k_desc, v_desc)
-        make_barriers(q, 1, CONSUMERS)
-        make_barriers(k, CONSUMERS, PREFILL)
-        make_barriers(v, CONSUMERS, PREFILL)
-        fence_async_shared()  # TMA completes these barriers, too
     results = ((o_desc, out_ptr, eighths), lse_ptr)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. With one or two consumers the last roles fall away.

@@ -1,4 +1,4 @@
-"""What step 5 loads and stores: the producer warp, the first loads of a program, and where the consumers leave a tile."""
+"""What step 5 loads and stores: the producer warp, and where the consumers leave a tile."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ def producer(work, q_desc, k_desc, v_desc):
         t_next = work.todo.start_next(t, rest, i)
         flat, row, _stop, lo, hi, base = work.place(t)
         batch, head, kv_head = work.heads_of(flat)
-        begin = 0
-        if PLAN.prefill > 0:  # of the first tile `fill_rings` has asked for some
-            begin = gl.where(i == 0, gl.minimum(PLAN.prefill, hi - lo), 0)
-            it += begin
-        for j in range(begin, hi - lo):
+        for j in range(hi - lo):
             key = base + (hi - 1 - j) * PLAN.block_n
             # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
             if j == 0:
@@ -38,41 +34,6 @@ def producer(work, q_desc, k_desc, v_desc):
             work.v.load(it, v_desc, batch, kv_head, key)
             it += 1
         t = work.todo.finish_next(t_next)
-
-
-@gluon.jit
-def fill_rings(work, q_desc, k_desc, v_desc):
-    """Before the roles begin: ask for the first tile's Q and its first blocks of K and V.
-
-    Triton hands over to the roles through shared memory and barriers, and puts a barrier between an expectation and its copy: so
-    all expectations come before all copies.
-    """
-    PLAN: gl.constexpr = work.PLAN
-    CONSUMERS: gl.constexpr = PLAN.consumers
-    COUNT: gl.constexpr = PLAN.prefill
-    BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    fence_async_shared()  # TMA completes the barriers through the async proxy, and may otherwise find them as they were before
-    if work.CASE.dealt:
-        count, t, _rest = work.todo.first()
-    else:  # there are no more programs than tiles
-        count, t = 1, gl.program_id(0)
-    flat, row, _stop, lo, hi, base = work.place(t)
-    batch, head, kv_head = work.heads_of(flat)
-    blocks = gl.where(count > 0, hi - lo, 0)  # a program that has no tile asks for nothing
-    together = (blocks > 0) & (not work.todo.is_part(t))
-    for w in gl.static_range(CONSUMERS):
-        work.q.expect(0, q_desc, w, pred=blocks > 0 if w == 0 else together)
-    for j in gl.static_range(COUNT):
-        work.k.expect(j, k_desc, pred=j < blocks)
-        work.v.expect(j, v_desc, pred=j < blocks)
-    work.q.copy(0, q_desc, batch, head, row, pred=blocks > 0)
-    for j in gl.static_range(COUNT):
-        key = base + (hi - 1 - j) * PLAN.block_n
-        work.k.copy(j, k_desc, batch, kv_head, key, pred=j < blocks)
-        if j == 0:
-            for w in gl.static_range(1, CONSUMERS):
-                work.q.copy(0, q_desc, batch, head, row + w * BLOCK_M, w, pred=together)
-        work.v.copy(j, v_desc, batch, kv_head, key, pred=j < blocks)
 
 
 @gluon.jit
