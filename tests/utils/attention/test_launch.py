@@ -77,7 +77,7 @@ def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group, window):
     programs, blocks = 132, tile_blocks(plan_for(5, 128), sq, sk, True, window)
     dealt = deal_tiles(blocks, heads, group, sk * 512, programs)
     tiles = [tile for program in dealt for tile in program]
-    rows = sq + row_offset(plan_for(5, 128), not window, sk - sq)
+    rows = sq + row_offset(not window, sk - sq)
     assert sorted(tiles) == list(range(heads * math.ceil(rows / 128)))
     loads = [sum(blocks[tile % len(blocks)] for tile in program) for program in dealt]
     assert max(loads) - sum(loads) / programs <= max(blocks)  # at worst one tile too many
@@ -112,7 +112,7 @@ def test_blocks_of_tiles_are_those_that_their_rows_see(causal, window):
     for head_dim, variant in ((64, ""), (64, "few"), (128, ""), (256, "")):
         plan = plan_for(5, head_dim, variant)
         for sq, sk in itertools.product((1, 64, 100, 192, 321, 512, 640), repeat=2):
-            first_row, expected = -row_offset(plan, causal and not window, sk - sq), []
+            first_row, expected = -row_offset(causal and not window, sk - sq), []
             for row in range(first_row, sq, plan.rows):
                 positions = torch.arange(row, row + plan.rows)[:, None] + sk - sq
                 keys = torch.arange(sk)[None, :]
@@ -228,18 +228,15 @@ def test_causal_rows_need_a_mask_in_their_last_block_alone(head_dim, variant):
     """Checked key by key: behind the first block of a walk, every row sees every key that there is."""
     plan, offsets = plan_for(5, head_dim, variant), set()
     for sq, sk in itertools.product((1, 64, 100, 192, 321, 512, 640), repeat=2):
-        offset = row_offset(plan, True, sk - sq)
-        assert 0 <= offset < (BLOCK_M if plan.own_keys else plan.rows)
+        offset = row_offset(True, sk - sq)
+        assert 0 <= offset < BLOCK_M
         offsets.add(offset)
         for row in range(-offset, sq, BLOCK_M):
-            first, rows = (
-                (row, BLOCK_M) if plan.own_keys else ((row + offset) // plan.rows * plan.rows - offset, plan.rows)
-            )
-            last = min(-(-sk // plan.block_n), -(-max(first + rows + sk - sq, 0) // plan.block_n))
+            last = min(-(-sk // plan.block_n), -(-max(row + BLOCK_M + sk - sq, 0) // plan.block_n))
             behind = max(last - 1, 0) * plan.block_n
             assert not behind or max(row, 0) + sk - sq >= behind - 1, (sq, sk)
     assert len(offsets) > 2
-    assert row_offset(plan, False, 1) == 0
+    assert row_offset(False, 1) == 0
 
 
 def compare_simulated(monkeypatch, q, k, v, plan, programs, *, causal=False, window=0, lse=True, seed=None, runs=1):

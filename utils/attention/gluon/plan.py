@@ -30,7 +30,6 @@ class Plan:
     block_n: int  # keys of a block
     consumers: int = 1  # warpgroups that compute, 64 query rows each
     stages: int = 2  # slots of the K ring, and of step 5's V ring, which has at least 3
-    own_keys: bool = False  # under a mask, each consumer starts at its own rows' last block, not at the tile's
     depth: int = 0  # 80 or 96: so many columns of Q and K make the scores, and so many of V the output, not all 128 of their tiles
 
     @property
@@ -56,16 +55,16 @@ class Case:
 
 # Step 5's plans, by tile width and variant (`variant_for`).
 _STEP_5 = {
-    (64, ""): Plan(64, 128, 3, 4, own_keys=True),
-    (64, "few"): Plan(64, 128, 2, 3, own_keys=True),
+    (64, ""): Plan(64, 128, 3, 4),
+    (64, "few"): Plan(64, 128, 2, 3),
     (128, ""): Plan(128, 128, 2, 2),
     # Full attention in tiles of 192 rows, where they make fewer rounds.
-    (128, "three"): Plan(128, 64, 3, 4, own_keys=True),
-    (96, "three"): Plan(128, 128, 3, 2, own_keys=True),
+    (128, "three"): Plan(128, 64, 3, 4),
+    (96, "three"): Plan(128, 128, 3, 2),
     (64, "one"): Plan(64, 128, 1, 4),
     (128, "one"): Plan(128, 128, 1, 2),
     (256, "one"): Plan(256, 64, 1, 2),
-    (256, ""): Plan(256, 64, 2, 2, own_keys=True),
+    (256, ""): Plan(256, 64, 2, 2),
 }
 
 
@@ -74,18 +73,18 @@ def block_head_dim(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
-def row_offset(plan: Plan, causal: bool, shift: int) -> int:
+def row_offset(causal: bool, shift: int) -> int:
     """Return how many rows before the first query the tiles of step 5 begin. causal: and without a window. shift: Sk - Sq.
 
-    Where a consumer's 64 rows (or a tile's, if all its consumers walk over the same blocks) begin at the position of a
-    block's first key or its middle one, their diagonal lies in one block, and the others need no mask.
+    Where a consumer's 64 rows begin at the position of a block's first key or its middle one, their diagonal lies in one
+    block, and the others need no mask.
     """
-    return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal else 0
+    return shift % BLOCK_M if causal else 0
 
 
 def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
     """Return how many tiles the rows of a head make, the rows before the first query included (`row_offset`)."""
-    return -(-(sq + row_offset(plan, causal and not window, sk - sq)) // plan.rows)
+    return -(-(sq + row_offset(causal and not window, sk - sq)) // plan.rows)
 
 
 def whole_tiles(tiles: int, consumers: int, programs: int) -> int:
@@ -152,7 +151,7 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
 def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list[int]:
     """Return how many blocks of keys each row tile of a head sees (`shared.key_blocks`), from the first to the last."""
     last, shift, found = -(-sk // plan.block_n), sk - sq, []
-    for row in range(-row_offset(plan, causal and not window, shift), sq, plan.rows):
+    for row in range(-row_offset(causal and not window, shift), sq, plan.rows):
         behind = row + plan.rows + shift + (0 if causal else window - 1)  # of the first key that no row sees
         high = min(last, -(-max(behind, 0) // plan.block_n)) if causal or window else last
         low = min(max(row + shift - window + 1, 0) // plan.block_n, last - 1) if window else 0

@@ -12,7 +12,6 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     K, V tile     BLOCK_N keys, slots of the K and V rings     128, 4 and 4     128, 2 and 3     64, 2 and 3
     registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
     shared        Q + K ring + V ring                          48+64+64         64+64+96         64+64+96 KiB
-    own_keys      masked: each consumer starts at its last block yes             no               yes
 
 With two tiles of Q the producer goes on into the next tile while this one is computed. The other plans are in `plan.py`.
 
@@ -81,7 +80,7 @@ def consumer(work, results, W: gl.constexpr):
         t_next = work.todo.start_next(t, rest, i)
         flat, first_row, stop, lo, hi, base = work.place(t)
         row = first_row + W * BLOCK_M
-        if PLAN.own_keys and work.CASE.mask != "":
+        if work.CASE.mask != "":
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
             own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop, base)[1], lo + 1)
             it = skip_blocks(work, it, hi - own_hi)
@@ -241,7 +240,7 @@ def launch(a: Arguments) -> Callable | None:
         blocks = tuple(tile_blocks(plan, a.sq, a.sk, causal, window))
         back, ahead = max(window - 1, 0), 0 if causal else max(window - 1, 0)
         mask = "window" if window else "causal" if causal else ""
-    offset = row_offset(plan, mask == "causal", a.sk - a.sq)
+    offset = row_offset(mask == "causal", a.sk - a.sq)
     tiles = len(blocks) * a.heads_total
     whole = tiles if mask else whole_tiles(tiles, plan.consumers, a.programs)
     programs = min(a.programs, whole + (tiles - whole) * plan.consumers)
