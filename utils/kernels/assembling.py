@@ -63,13 +63,12 @@ def reassembled(compiled: Any, rewrite: Callable[[str], str]) -> Any:
     return twin
 
 
-# A product of 128 columns, its sums, and which: its left operand is in registers, or its right one is transposed.
-_PRODUCT = r"(wgmma\.mma_async\.sync\.aligned\.m64n)128(k16[\w.]*) *\{([^{}]*)\}"
-LEFT_IN_REGISTERS, RIGHT_TRANSPOSED = re.compile(_PRODUCT + r"(?=, *\{)"), re.compile(_PRODUCT + r"(?=[^;]*, 1;)")
+# A product of 128 columns whose left operand is in registers: its sums, and then the operand.
+_PRODUCT = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)128(k16[\w.]*) *\{([^{}]*)\}(?=, *\{)")
 
 
-def narrow_products(ptx: str, columns: int, product: re.Pattern = LEFT_IN_REGISTERS) -> str:
-    """Make products of a kind have the first columns only. The sums of the others have to be zero.
+def narrow_products(ptx: str, columns: int) -> str:
+    """Make products whose left operand is in registers have the first columns only. The sums of the others have to be zero.
 
     They stay so, and are not scaled.
     """
@@ -80,7 +79,7 @@ def narrow_products(ptx: str, columns: int, product: re.Pattern = LEFT_IN_REGIST
         zeros.update(sums[columns // 2 :])  # a thread has four registers of every eight columns, in their order
         return f"{found[1]}{columns}{found[2]} {{{','.join(sums[: columns // 2])}}}"
 
-    ptx = product.sub(narrow, ptx)
+    ptx = _PRODUCT.sub(narrow, ptx)
     return re.sub(r"mul\.f32 (%\w+), \1, %\w+;", lambda found: "" if found[1] in zeros else found[0], ptx)
 
 

@@ -4,39 +4,23 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from utils.attention.gluon.shared import left_operand, rescale, start_scores, thread_barrier, wait_products
+from utils.attention.gluon.shared import left_operand, rescale, start_scores, wait_products
 from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread, whole_softmax
 
 
 @gluon.jit
-def hand_over(work, p, W: gl.constexpr):
-    """Bring probabilities to where P V reads them: registers, or consumer W's tile in shared memory (and return a number)."""
-    if work.P_SHARED:
-        work.p.index(W).store(p)
-        # The threads wrote through the generic proxy, wgmma reads through the async proxy: it may read the last block's otherwise.
-        fence_async_shared()
-        thread_barrier()  # all rows have been written
-        return 0
-    else:
-        return gl.convert_layout(p, left_operand(work.PLAN.block_d))
-
-
-@gluon.jit
-def start_output(work, number, o, p, state, W: gl.constexpr):
+def start_output(work, number, o, p, state):
     """Hand P V of block number - 1 to the tensor cores, added to `o`, which with halves is rescaled only here."""
     work.v.wait_full(number - 1)
     if len(state) == 2:
         o = rescale(o, spread((state[0].factor, state[1].factor), o))
-    if work.P_SHARED:
-        return warpgroup_mma(work.p.index(W), work.v.tile(number - 1), o, is_async=True)
-    else:
-        return warpgroup_mma(p, work.v.tile(number - 1), o, is_async=True)
+    return warpgroup_mma(p, work.v.tile(number - 1), o, is_async=True)
 
 
 @gluon.jit
-def first_block(work, block, q, W: gl.constexpr):
+def first_block(work, block, q):
     """A tile's first block, with no other product beside it: probabilities and the softmax state."""
     PLAN: gl.constexpr = work.PLAN
     MASKED: gl.constexpr = work.CASE.mask != ""
@@ -46,11 +30,11 @@ def first_block(work, block, q, W: gl.constexpr):
     work.k.release(block.number)
     # Without a mask the first block has the last key, behind which there is none; each row sees one key at least.
     p, state = first_softmax(work.mask(s, block), work.c, q.dtype, PLAN.consumers < 3, MASKED)
-    return hand_over(work, p, W), state
+    return gl.convert_layout(p, left_operand(PLAN.block_d)), state
 
 
 @gluon.jit
-def step(work, block, q, o, p, state, more, masked, W: gl.constexpr):
+def step(work, block, q, o, p, state, more, masked):
     """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
 
     more: whether another block follows. masked: whether this one has a mask.
@@ -59,7 +43,7 @@ def step(work, block, q, o, p, state, more, masked, W: gl.constexpr):
     HIDING: gl.constexpr = work.HIDING
     dtype: gl.constexpr = work.k.tiles.dtype
     s = start_scores(q, work.k.tile(block.number), PLAN.depth)
-    pv = start_output(work, block.number, o, p, state, W)
+    pv = start_output(work, block.number, o, p, state)
     # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
     s = wait_products(s, 1, PLAN.block_n)
     work.k.release(block.number)
@@ -73,7 +57,7 @@ def step(work, block, q, o, p, state, more, masked, W: gl.constexpr):
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
         work.v.release(block.number - 1)
-        return rescale(o, spread((rows.factor,), o)), hand_over(work, p, W), (rows,)
+        return rescale(o, spread((rows.factor,), o)), gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
     else:
         upper, lower = state
         s0, s1 = split_rows(s)
@@ -84,4 +68,4 @@ def step(work, block, q, o, p, state, more, masked, W: gl.constexpr):
         o = wait_products(pv, 0, PLAN.block_d)
         work.v.release(block.number - 1)
         p1, lower = half_softmax(s1, lower, top1, work.c, dtype, HIDING)
-        return o, hand_over(work, join_rows(p0, p1), W), (upper, lower)
+        return o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)

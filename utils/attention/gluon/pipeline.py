@@ -179,11 +179,9 @@ class Work:
     q: Ring
     k: Ring
     v: Ring
-    p: gl.shared_memory_descriptor  # with P_SHARED, a tile for each consumer's probabilities
     todo: Tiles
     PLAN: gl.constexpr  # plan.Plan: tile, slots, variants
     CASE: gl.constexpr  # plan.Case: what the attention needs
-    P_SHARED: gl.constexpr  # P V reads probabilities from shared memory, for which there are no registers
     PACKED: gl.constexpr  # a table has the interval of each row
     HIDING: gl.constexpr  # the mask may hide any block's keys, not only the last ones'
 

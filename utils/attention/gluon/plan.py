@@ -60,7 +60,6 @@ _STEP_5 = {
     (128, ""): Plan(128, 128, 2, 2),
     # Full attention in tiles of 192 rows, where they make fewer rounds.
     (128, "three"): Plan(128, 64, 3, 4),
-    (96, "three"): Plan(128, 128, 3, 2),
     (64, "one"): Plan(64, 128, 1, 4),
     (128, "one"): Plan(128, 128, 1, 2),
     (256, "one"): Plan(256, 64, 1, 2),
@@ -143,7 +142,7 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
     if step == 4:
         return replace(_STEP_5[d, ""], stages=3 if d == 64 else 2)
     if step == 5:
-        plan = _STEP_5.get((96 if 64 < head_dim <= 96 else d, variant)) or _STEP_5.get((d, variant)) or _STEP_5[d, ""]
+        plan = _STEP_5.get((d, variant)) or _STEP_5[d, ""]
         return replace(plan, depth=-(-head_dim // 16) * 16 if 64 < head_dim <= 96 else 0)
     raise ValueError(f"The ladder has the steps 1 to 5; got step {step!r}.")
 

@@ -39,7 +39,7 @@ from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_
 from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import normalizers, spread
 from utils.attention.gluon.transfers import producer, store_lse, store_tile
-from utils.kernels.assembling import RIGHT_TRANSPOSED, narrow_products, reassembled
+from utils.kernels.assembling import narrow_products, reassembled
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
 
@@ -91,7 +91,7 @@ def consumer(work, results, W: gl.constexpr):
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         q = work.q.tile(i, W)
         block = Block(it, row, base + (hi - 1) * BLOCK_N)
-        p, state = first_block(work, block, q, W)
+        p, state = first_block(work, block, q)
         if Q_SLOTS == 2:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
@@ -104,10 +104,10 @@ def consumer(work, results, W: gl.constexpr):
             block = Block(it, row, base + (hi - 1 - j) * BLOCK_N)
             # Causal and packed tiles begin where the diagonal of their rows lies in the block that was first (`first_row`).
             masked = HIDING and ((j < right) | (j >= edge))
-            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, W)
+            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked)
             it += 1
 
-        pv = start_output(work, it, o, p, state, W)
+        pv = start_output(work, it, o, p, state)
         inverse = normalizers(state, work.c, row)[0]
         store_lse(work, lse_ptr, state, flat, row, stop)
         # The output's registers are read next, and V's slot is released.
@@ -161,19 +161,14 @@ def attention_step5(
     REGISTERS: gl.constexpr = 160 if CONSUMERS == 3 else 240
     PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
     HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
-    P_SHARED: gl.constexpr = CONSUMERS == 3 and PLAN.block_d == 128 and PLAN.block_n == 128
-    # With two tiles of Q, the next one is loaded while a tile is computed, where two fit.
-    q = allocate_ring(q_desc, 1 if PLAN.block_d == 256 or P_SHARED else 2, CONSUMERS, 1)
+    # With two tiles of Q, the next one is loaded while a tile is computed; two of 128 x 256 do not fit.
+    q = allocate_ring(q_desc, 1 if PLAN.block_d == 256 else 2, CONSUMERS, 1)
     k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS)
     # V's slots are released half a block later than K's: with two of K, V has a third.
-    v = allocate_ring(v_desc, 3 if PLAN.stages == 2 and not P_SHARED else PLAN.stages, 1, CONSUMERS)
-    p_shape: gl.constexpr = [CONSUMERS, 64, PLAN.block_n] if P_SHARED else [1, 8, 64]
-    p = gl.allocate_shared_memory(q_desc.dtype, p_shape, gl.NVMMASharedLayout(128, 16, rank=2))
+    v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS)
     PARTS: gl.constexpr = CONSUMERS if CASE.mask == "" else 1
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, whole, CASE.dealt, PARTS)
-    work = Work(
-        sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, p, todo, PLAN, CASE, P_SHARED, PACKED, HIDING
-    )
+    work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
     results = ((o_desc, out_ptr, eighths), lse_ptr)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. With one or two consumers the last roles fall away.
@@ -193,7 +188,7 @@ def narrowed(compiled, plan: Plan):
     """Return a compiled kernel whose P V has as many columns as the plan says (`depth`), or all."""
     if not plan.depth:
         return compiled
-    return reassembled(compiled, lambda ptx: narrow_products(ptx, plan.depth, RIGHT_TRANSPOSED))
+    return reassembled(compiled, lambda ptx: narrow_products(ptx, plan.depth))
 
 
 @functools.lru_cache(maxsize=64)
