@@ -19,6 +19,7 @@ from utils.attention.gluon.plan import (
     deal_tiles,
     plan_for,
     row_offset,
+    tile_bits,
     tile_blocks,
     variant_for,
     whole_tiles,
@@ -78,8 +79,9 @@ def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group, window):
     dealt = deal_tiles(blocks, heads, group, sk * 512, programs)
     tiles = [tile for program in dealt for tile in program]
     rows = sq + row_offset(not window, sk - sq)
-    assert sorted(tiles) == list(range(heads * math.ceil(rows / 128)))
-    loads = [sum(blocks[tile % len(blocks)] for tile in program) for program in dealt]
+    bits = tile_bits(len(blocks))
+    assert sorted(tiles) == [head << bits | m for head in range(heads) for m in range(math.ceil(rows / 128))]
+    loads = [sum(blocks[tile % (1 << bits)] for tile in program) for program in dealt]
     assert max(loads) - sum(loads) / programs <= max(blocks)  # at worst one tile too many
     if len(tiles) > 1000:
         assert sum(loads) / programs / max(loads) > 0.97
@@ -91,19 +93,20 @@ def test_sections_of_heads_follow_each_other_and_leave_no_program_behind(batch, 
     blocks = tile_blocks(plan_for(5, 256), length, length, True, 0)
     head_bytes = length * 256 * 4
     dealt = deal_tiles(blocks, batch * 8, 1, head_bytes, 132)
-    loads = [sum(blocks[tile % len(blocks)] + 2.5 for tile in program) for program in dealt]
+    bits = tile_bits(len(blocks))
+    loads = [sum(blocks[tile % (1 << bits)] + 2.5 for tile in program) for program in dealt]
     assert max(loads) < 1.035 * sum(loads) / 132
     heads, last = SECTION_BYTES // head_bytes, batch * 8 - 2 * (SECTION_BYTES // head_bytes)
     for program in dealt:
-        sections = [min(tile // len(blocks), last) // heads for tile in program]
+        sections = [min(tile >> bits, last) // heads for tile in program]
         assert sections == sorted(sections)
 
 
 def test_tiles_without_number_are_dealt_in_turns_the_longest_first():
     dealt = deal_tiles([1, 2, 3], 40_000, 1, 1, 132)
-    assert sorted(tile for tiles in dealt for tile in tiles) == list(range(120_000))
-    loads = [sum(tile % 3 + 1 for tile in tiles) for tiles in dealt]
-    assert max(loads) - min(loads) <= 6 and all(tile % 3 == 2 for tiles in dealt for tile in tiles[:300])
+    assert sorted(tile for tiles in dealt for tile in tiles) == [h << 2 | m for h in range(40_000) for m in range(3)]
+    loads = [sum(tile % 4 + 1 for tile in tiles) for tiles in dealt]
+    assert max(loads) - min(loads) <= 6 and all(tile % 4 == 2 for tiles in dealt for tile in tiles[:300])
 
 
 @pytest.mark.parametrize("causal, window", [(True, 0), (True, 100), (False, 100), (False, 0)])
@@ -130,7 +133,11 @@ def test_plans_fit_the_machine():
         for head_dim, variant in itertools.product((8, 64, 72, 128, 136, 256), ("", "one", "few", "three")):
             plan = plan_for(step, head_dim, variant)
             assert plan.block_d == block_head_dim(head_dim) >= head_dim
-            q_slots, v_slots = (1 if plan.block_d == 256 else 2, max(3, plan.stages)) if step == 5 else (1, plan.stages)
+            q_slots, v_slots = (
+                (1 if plan.consumers * plan.block_d == 512 else 2, max(3, plan.stages))
+                if step == 5
+                else (1, plan.stages)
+            )
             assert 2 * plan.block_d * (plan.rows * q_slots + (plan.stages + v_slots) * plan.block_n) < 227 * 1024
     with pytest.raises(ValueError, match="steps 1 to 5"):
         plan_for(6, 64)

@@ -111,7 +111,7 @@ class Tiles:
 
     DEALT: a row of `schedule` for each program, computed on the host (`plan.deal_tiles`). Otherwise program p
     takes the tiles p, p + programs, ...
-    The tiles from `whole` on are PARTS each, of 64 rows: a program's first consumer computes such a part alone.
+    Of a dealt number, `whole` bits are the row tile, the others the head. The other tiles from `whole` on are PARTS each, of 64 rows: a program's first consumer computes such a part alone.
     """
 
     schedule: gl.tensor
@@ -154,13 +154,13 @@ class Tiles:
     @gluon.jit
     def locate(self, t):
         """Tile number -> (row tile, head counted over all sequences, part of the row tile)."""
-        part = 0
-        if self.PARTS > 1:
+        if self.DEALT:
+            return t & ((1 << self.whole) - 1), t >> self.whole, 0
+        else:
             behind = gl.maximum(t - self.whole, 0)
-            part = behind % self.PARTS
             t = gl.minimum(t, self.whole) + behind // self.PARTS
-        head = t // self.tiles_m
-        return t - head * self.tiles_m, head, part
+            head = t // self.tiles_m
+            return t - head * self.tiles_m, head, behind % self.PARTS
 
 
 @aggregate

@@ -89,10 +89,13 @@ def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
 def whole_tiles(tiles: int, consumers: int, programs: int) -> int:
     """Return how many tiles of full attention are computed whole: those behind, a last round, become parts of 64 rows.
 
-    So many programs share that round that none has more than a part: it takes 0.6 to 0.7 of the time of a whole tile.
+    So many programs share that round that none has more than a part.
     """
     last = tiles % programs
     return tiles - last if last * consumers <= programs else tiles
+
+
+_PART = {1: 1.0, 2: 0.8, 3: 0.6}  # how long a part takes, in whole tiles, by consumers
 
 
 def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int) -> str:
@@ -100,20 +103,24 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
 
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
-    "one": one consumer, where even tiles of 64 rows are fewer than programs, or causal rows are dealt out more evenly. "few": tiles of 128 rows at head dimension 64, where
-    there are few tiles or many masks, or as many rounds of them. "three": full attention in fewer rounds of larger tiles. "": any other.
+    "one": one consumer, where each program has a tile of 64 rows at most, or causal rows are dealt out more evenly. "few": tiles
+    of 128 rows at head dimension 64, where there are few tiles or many masks, or as many rounds of them. "three": full attention in
+    fewer rounds of larger tiles. "": any other.
     """
-    d = block_head_dim(head_dim)
+    d, full = block_head_dim(head_dim), not causal and not window
     small = "few" if d == 64 else ""
 
-    def rounds(name: str) -> int:
-        return -(-row_tiles(_STEP_5[d, name], sq, sk, causal, window) * heads // programs)
+    def rounds(name: str) -> float:
+        plan = plan_for(5, head_dim, name)
+        tiles = row_tiles(plan, sq, sk, causal, window) * heads
+        whole = whole_tiles(tiles, plan.consumers, programs) if full else tiles
+        return -(-whole // programs) + (_PART[plan.consumers] if whole < tiles else 0)
 
-    if rounds(small) == 1:  # a program has one tile: none to overlap with
+    if rounds(small) <= 1:  # a program has one tile: none to overlap with
         # Two causal tiles of 64 rows, a long and a short one, take 0.75 to 0.95 of the time of one of 128 (eight shapes on an H200).
         return "one" if rounds("one") == 1 or (causal and not window and sq == sk) else small
     if d > 64:  # a round of 192 rows takes 1.6 times as long as one of 128
-        return "three" if d == 128 and not causal and not window and 1.6 * rounds("three") <= rounds("") else ""
+        return "three" if full and d == 128 and 1.6 * rounds("three") <= rounds("") else ""
     few, large, blocks = rounds("few"), rounds(""), -(-sk // 128)
     if window:
         # Many masks: the window's edges, or the diagonal, go through more than a quarter of the blocks that a tile sees.
@@ -166,8 +173,13 @@ TILE_OVERHEAD = 1.5  # what a tile costs beyond its key blocks, in key blocks: f
 _MOST_TILES = 1 << 16
 
 
+def tile_bits(tiles_m: int) -> int:
+    """Return how many bits of a dealt number hold its row tile, one of `tiles_m`."""
+    return (tiles_m - 1).bit_length()
+
+
 def deal_tiles(blocks: Sequence[int], heads_total: int, group: int, head_bytes: int, programs: int) -> list[list[int]]:
-    """Deal tiles of different lengths to the programs so that all end together: head * len(blocks) + row tile.
+    """Deal tiles of different lengths to the programs so that all end together: head << bits | row tile.
 
     The longest come first, each to the program with the least work, or in turns if there are so many that any order is
     balanced. Heads are dealt in sections (SECTION_BYTES), one after another.
@@ -179,9 +191,9 @@ def deal_tiles(blocks: Sequence[int], heads_total: int, group: int, head_bytes: 
         head_bytes: Bytes of one head's K and V.
         programs: Number of programs.
     """
-    tiles_m, order = len(blocks), sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
-    if tiles_m * heads_total > _MOST_TILES:
-        tiles = [head * tiles_m + m for m in order for head in range(heads_total)]
+    bits, order = tile_bits(len(blocks)), sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
+    if len(blocks) * heads_total > _MOST_TILES:
+        tiles = [head << bits | m for m in order for head in range(heads_total)]
         return [tiles[program::programs] for program in range(programs)]
     section = max(1, SECTION_BYTES // head_bytes) * group
     last = heads_total - min(_LAST_SECTION * section, heads_total)
@@ -192,5 +204,5 @@ def deal_tiles(blocks: Sequence[int], heads_total: int, group: int, head_bytes: 
         for m, head in itertools.product(order, range(first, behind)):
             load, program = loads[0]
             heapq.heapreplace(loads, (load + blocks[m] + TILE_OVERHEAD, program))
-            dealt[program].append(head * tiles_m + m)
+            dealt[program].append(head << bits | m)
     return dealt

@@ -35,10 +35,10 @@ from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import first_block, start_output, step
 from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
-from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_blocks, whole_tiles
+from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_bits, tile_blocks, whole_tiles
 from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import normalizers, spread
-from utils.attention.gluon.transfers import producer, store_lse, store_tile
+from utils.attention.gluon.transfers import load_first, producer, store_lse, store_tile
 from utils.kernels.assembling import narrow_products, reassembled
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
@@ -162,13 +162,15 @@ def attention_step5(
     PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
     HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
     # With two tiles of Q, the next one is loaded while a tile is computed; two of 128 x 256 do not fit.
-    q = allocate_ring(q_desc, 1 if PLAN.block_d == 256 else 2, CONSUMERS, 1)
+    q = allocate_ring(q_desc, 1 if CONSUMERS * PLAN.block_d == 512 else 2, CONSUMERS, 1)
     k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS)
     # V's slots are released half a block later than K's: with two of K, V has a third.
     v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS)
     PARTS: gl.constexpr = CONSUMERS if CASE.mask == "" else 1
     todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, whole, CASE.dealt, PARTS)
     work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
+    if CONSUMERS == 1:
+        load_first(work, q_desc, k_desc, v_desc)
     results = ((o_desc, out_ptr, eighths), lse_ptr)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. With one or two consumers the last roles fall away.
@@ -243,6 +245,7 @@ def launch(a: Arguments) -> Callable | None:
     if tiles > programs and len(set(blocks)) > 1:  # causal, or a window
         work = blocks, a.heads_total, a.group, a.sk * plan.block_d * 4
         schedule, stride = tile_schedule(*work, programs, a.q.device)
+        whole = tile_bits(len(blocks))
     case = Case(mask, schedule is not None, offset > 0 or len(a.lengths) > 1)
     tensors = (*a.descriptors(), a.out, a.lse)
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)

@@ -22,7 +22,11 @@ def producer(work, q_desc, k_desc, v_desc):
         t_next = work.todo.start_next(t, rest, i)
         flat, row, _stop, lo, hi, base = work.place(t)
         batch, head, kv_head = work.heads_of(flat)
-        for j in range(hi - lo):
+        begin = 0
+        if CONSUMERS == 1:  # `load_first` has asked for the first tile's Q, and its first block
+            begin = (i == 0).to(gl.int32)
+            it += begin
+        for j in range(begin, hi - lo):
             key = base + (hi - 1 - j) * PLAN.block_n
             # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
             if j == 0:
@@ -34,6 +38,27 @@ def producer(work, q_desc, k_desc, v_desc):
             work.v.load(it, v_desc, batch, kv_head, key)
             it += 1
         t = work.todo.finish_next(t_next)
+
+
+@gluon.jit
+def load_first(work, q_desc, k_desc, v_desc):
+    """Before the roles of one consumer begin: ask for the first tile's Q and its first block of K and V.
+
+    Triton hands over to the roles through shared memory and barriers, and puts a barrier between an expectation and its copy: so
+    all expectations come before all copies.
+    """
+    fence_async_shared()  # TMA completes the barriers through the async proxy, and may otherwise find them as they were before
+    count, t, _rest = work.todo.first()
+    flat, row, _stop, _lo, hi, base = work.place(t)
+    batch, head, kv_head = work.heads_of(flat)
+    key = base + (hi - 1) * work.PLAN.block_n
+    some = count > 0  # a program that has no tile asks for nothing
+    work.q.expect(0, q_desc, pred=some)
+    work.k.expect(0, k_desc, pred=some)
+    work.v.expect(0, v_desc, pred=some)
+    work.q.copy(0, q_desc, batch, head, row, pred=some)
+    work.k.copy(0, k_desc, batch, kv_head, key, pred=some)
+    work.v.copy(0, v_desc, batch, kv_head, key, pred=some)
 
 
 @gluon.jit
