@@ -19,7 +19,6 @@ from utils.attention.gluon.plan import (
     deal_tiles,
     plan_for,
     row_offset,
-    tile_bits,
     tile_blocks,
     variant_for,
     whole_tiles,
@@ -79,7 +78,7 @@ def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group, window):
     dealt = deal_tiles(blocks, heads, group, sk * 512, programs)
     tiles = [tile for program in dealt for tile in program]
     rows = sq + row_offset(not window, sk - sq)
-    bits = tile_bits(len(blocks))
+    bits = (len(blocks) - 1).bit_length()
     assert sorted(tiles) == [head << bits | m for head in range(heads) for m in range(math.ceil(rows / 128))]
     loads = [sum(blocks[tile % (1 << bits)] for tile in program) for program in dealt]
     assert max(loads) - sum(loads) / programs <= max(blocks)  # at worst one tile too many
@@ -93,7 +92,7 @@ def test_sections_of_heads_follow_each_other_and_leave_no_program_behind(batch, 
     blocks = tile_blocks(plan_for(5, 256), length, length, True, 0)
     head_bytes = length * 256 * 4
     dealt = deal_tiles(blocks, batch * 8, 1, head_bytes, 132)
-    bits = tile_bits(len(blocks))
+    bits = (len(blocks) - 1).bit_length()
     loads = [sum(blocks[tile % (1 << bits)] + 2.5 for tile in program) for program in dealt]
     assert max(loads) < 1.035 * sum(loads) / 132
     heads, last = SECTION_BYTES // head_bytes, batch * 8 - 2 * (SECTION_BYTES // head_bytes)

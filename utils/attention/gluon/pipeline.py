@@ -136,10 +136,7 @@ class Tiles:
     @gluon.jit
     def is_part(self, t):
         """Whether the first consumer computes tile t alone, without the others."""
-        if self.PARTS > 1:
-            return t >= self.whole
-        else:
-            return False
+        return (t >= self.whole) & (self.PARTS > 1)
 
     @gluon.jit
     def start_next(self, t, rest, i):

@@ -81,16 +81,8 @@ def row_offset(causal: bool, shift: int) -> int:
     return shift % BLOCK_M if causal else 0
 
 
-def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
-    """Return how many tiles the rows of a head make, the rows before the first query included (`row_offset`)."""
-    return -(-(sq + row_offset(causal and not window, sk - sq)) // plan.rows)
-
-
 def whole_tiles(tiles: int, consumers: int, programs: int) -> int:
-    """Return how many tiles of full attention are computed whole: those behind, a last round, become parts of 64 rows.
-
-    So many programs share that round that none has more than a part.
-    """
+    """Return how many tiles of full attention are computed whole: those of a last round become parts of 64 rows, if a program has one at most."""
     last = tiles % programs
     return tiles - last if last * consumers <= programs else tiles
 
@@ -103,16 +95,15 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
 
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
-    "one": one consumer, where each program has a tile of 64 rows at most, or causal rows are dealt out more evenly. "few": tiles
-    of 128 rows at head dimension 64, where there are few tiles or many masks, or as many rounds of them. "three": full attention in
-    fewer rounds of larger tiles. "": any other.
+    "one": each program has a tile of 64 rows at most, or causal rows are dealt out more evenly. "few": tiles of 128 rows at head
+    dimension 64, for few tiles or many masks. "three": full attention in fewer rounds of larger tiles. "": any other.
     """
     d, full = block_head_dim(head_dim), not causal and not window
     small = "few" if d == 64 else ""
 
     def rounds(name: str) -> float:
         plan = plan_for(5, head_dim, name)
-        tiles = row_tiles(plan, sq, sk, causal, window) * heads
+        tiles = len(tile_blocks(plan, sq, sk, causal, window)) * heads
         whole = whole_tiles(tiles, plan.consumers, programs) if full else tiles
         return -(-whole // programs) + (_PART[plan.consumers] if whole < tiles else 0)
 
@@ -135,8 +126,7 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
 
 def packed_variant(head_dim: int, tokens: int, heads: int, programs: int) -> str:
     """Name the variant for packed sequences: at head dimension 64 smaller tiles where there are not three rounds of large ones."""
-    few = block_head_dim(head_dim) == 64 and -(-tokens // _STEP_5[64, ""].rows) * heads < 3 * programs
-    return "few" if few else ""
+    return "few" if head_dim <= 64 and -(-tokens // _STEP_5[64, ""].rows) * heads < 3 * programs else ""
 
 
 def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
@@ -173,13 +163,8 @@ TILE_OVERHEAD = 1.5  # what a tile costs beyond its key blocks, in key blocks: f
 _MOST_TILES = 1 << 16
 
 
-def tile_bits(tiles_m: int) -> int:
-    """Return how many bits of a dealt number hold its row tile, one of `tiles_m`."""
-    return (tiles_m - 1).bit_length()
-
-
 def deal_tiles(blocks: Sequence[int], heads_total: int, group: int, head_bytes: int, programs: int) -> list[list[int]]:
-    """Deal tiles of different lengths to the programs so that all end together: head << bits | row tile.
+    """Deal tiles of different lengths to the programs so that all end together: head << bits of a row tile | row tile.
 
     The longest come first, each to the program with the least work, or in turns if there are so many that any order is
     balanced. Heads are dealt in sections (SECTION_BYTES), one after another.
@@ -191,7 +176,7 @@ def deal_tiles(blocks: Sequence[int], heads_total: int, group: int, head_bytes: 
         head_bytes: Bytes of one head's K and V.
         programs: Number of programs.
     """
-    bits, order = tile_bits(len(blocks)), sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
+    bits, order = (len(blocks) - 1).bit_length(), sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
     if len(blocks) * heads_total > _MOST_TILES:
         tiles = [head << bits | m for m in order for head in range(heads_total)]
         return [tiles[program::programs] for program in range(programs)]

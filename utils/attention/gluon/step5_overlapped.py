@@ -35,7 +35,7 @@ from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import first_block, start_output, step
 from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
-from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_bits, tile_blocks, whole_tiles
+from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_blocks, whole_tiles
 from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import normalizers, spread
 from utils.attention.gluon.transfers import load_first, producer, store_lse, store_tile
@@ -245,7 +245,7 @@ def launch(a: Arguments) -> Callable | None:
     if tiles > programs and len(set(blocks)) > 1:  # causal, or a window
         work = blocks, a.heads_total, a.group, a.sk * plan.block_d * 4
         schedule, stride = tile_schedule(*work, programs, a.q.device)
-        whole = tile_bits(len(blocks))
+        whole = (len(blocks) - 1).bit_length()  # of a dealt number, where the head begins
     case = Case(mask, schedule is not None, offset > 0 or len(a.lengths) > 1)
     tensors = (*a.descriptors(), a.out, a.lse)
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
