@@ -13,7 +13,8 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
     shared        Q + K ring + V ring                          48+64+64         64+64+96         64+64+96 KiB
 
-With two tiles of Q the producer goes on into the next tile while this one is computed. The other plans are in `plan.py`.
+With two tiles of Q the producer goes on into the next tile while this one is computed. A last round of few tiles of full
+attention is shared by all programs, 64 rows each (`plan.whole_tiles`). The other plans are in `plan.py`.
 
 Where to find what: a block of keys in `blocks.py`, its softmax in `softmax.py`, rings and masks in `pipeline.py`, what is loaded and stored in `transfers.py`,
 and which program has which tile in `plan.py`. Only blocks that straddle the diagonal, the window's edge or the
