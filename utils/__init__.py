@@ -7,56 +7,34 @@ import os
 import warnings
 from importlib import import_module
 
-from utils.machine.versions import warn_of_untested_versions
+from utils.machine.versions import untested_versions
 
-warn_of_untested_versions()
+for _sentence in untested_versions():
+    warnings.warn(_sentence, stacklevel=2)
 
 # Silences the lines "USDT: ... profiler_start" of torch's profiler, which reads this when it first starts.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # A schedule's profiler warns of this at each second start, in red below the cell; the labs record one cycle only.
 warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle", UserWarning)
 
-_MODULE_OF = {
-    # facts and roofs
-    "GEMMA_CONFIG": "config",
-    "GPU_SPECS": "config",
-    "get_ridge_point": "config",
-    "detect_gpu": "machine.device",
-    "default_device": "machine.device",
-    "Roofs": "benchmark.roofs",
-    "datasheet_roofs": "benchmark.roofs",
-    "machine_roofs": "benchmark.roofs",
-    "measure_roofs": "benchmark.roofs",
-    # measuring
-    "measure": "benchmark.measuring",
-    "compare": "benchmark.measuring",
-    "Measurement": "benchmark.result",
-    "Comparison": "benchmark.result",
-    "benchmark_latency": "benchmark",
-    "benchmark_memory": "benchmark",
-    "count_cuda_kernels": "benchmark",
-    "default_schedule": "benchmark",
-    "export_chrome_trace": "benchmark.profiling",
-    "nvtx_range": "benchmark.profiling",
-    "profile": "benchmark.profiling",
-    "read_trace": "benchmark.profiling",
-    "summarize_trace": "benchmark.profiling",
-    # the Gemma-3 decoder layer
-    "build_decoder_layer": "model",
-    "create_decode_inputs_with_cache": "model",
-    "create_decode_inputs_without_cache": "model",
-    "create_prefill_inputs": "model",
-    "decode_forward": "attention.decode_step",
-    "get_position_embeddings": "model",
-    "initialize_kv_cache": "model",
-    "prefill_forward": "model",
-    # plots
-    "plot_flash_attn_improvement": "visualization",
-    "plot_gemm_torch_matmul_latency": "visualization",
-    "plot_latency": "visualization",
-    "plot_roofline": "visualization",
-    "plot_timeline": "visualization",
+_NAMES_OF = {
+    "config": "GEMMA_CONFIG GPU_SPECS get_ridge_point",
+    "machine.device": "default_device detect_gpu",
+    "benchmark.roofs": "Roofs datasheet_roofs machine_roofs measure_roofs",
+    "benchmark.measuring": "compare measure",
+    "benchmark.result": "Comparison Measurement",
+    "benchmark": "benchmark_latency benchmark_memory count_cuda_kernels default_schedule",
+    "benchmark.profiling": "export_chrome_trace nvtx_range profile read_trace summarize_trace",
+    "model": (
+        "build_decoder_layer create_decode_inputs_with_cache create_decode_inputs_without_cache create_prefill_inputs "
+        "get_position_embeddings initialize_kv_cache prefill_forward"
+    ),
+    "attention.decode_step": "decode_forward",
+    "visualization": (
+        "plot_flash_attn_improvement plot_gemm_torch_matmul_latency plot_latency plot_roofline plot_timeline"
+    ),
 }
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 
 __all__ = sorted(_MODULE_OF)
 

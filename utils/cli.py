@@ -72,7 +72,8 @@ def find_lab(name: str) -> Path:
 def open_lab(
     lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning: lab3 is enough.")] = "lab1",
     port: Annotated[
-        int | None, typer.Option(help="The port to serve on; by default the first free one from 8888.")
+        int | None,
+        typer.Option(help="The port to serve on; by default the first free one from 8888.", min=1, max=65535),
     ] = None,
     instructor: Annotated[bool, typer.Option("--instructor", help="Show the formgrader and all files.")] = False,
     course: Annotated[
@@ -83,9 +84,6 @@ def open_lab(
     """Open JupyterLab on a lab; without a display, print the address to open elsewhere."""
     from utils.server import forwarding_command, free_port, has_display, jupyter_command
 
-    if port is not None and not 1 <= port <= 65535:
-        typer.echo(f"error: --port is {port}; it must be a whole number from 1 to 65535.", err=True)
-        raise typer.Exit(2)
     notebook = find_lab(lab)
     folder = class_folder(course) if instructor else ROOT
     with errors_as_lines(ProgressError):

@@ -12,7 +12,14 @@ from typing import Any
 
 from utils.validation import did_you_mean
 
-DTYPES = ("fp16", "bf16", "fp32", "tf32", "fp8")
+_NAMES_OF_DTYPES = {
+    "fp16": "fp16 float16 half",
+    "bf16": "bf16 bfloat16",
+    "fp32": "fp32 float32 float",
+    "tf32": "tf32 tensorfloat32",
+    "fp8": "fp8 float8_e4m3fn float8_e5m2",
+}
+DTYPES = tuple(_NAMES_OF_DTYPES)
 
 # Column                 Key in GPU_SPECS["A100"]    Unit
 # fp16, bf16, tf32, fp8  "fp16_tflops", ...          TFLOP/s of the tensor cores; "-", None: the part has no such unit
@@ -98,13 +105,6 @@ def _read_table() -> dict[str, dict]:
 
 GPU_SPECS = _read_table()
 
-_NAMES_OF_DTYPES = {
-    "fp16": "fp16 float16 half",
-    "bf16": "bf16 bfloat16",
-    "fp32": "fp32 float32 float",
-    "tf32": "tf32 tensorfloat32",
-    "fp8": "fp8 float8_e4m3fn float8_e5m2",
-}
 _ALIASES = {alias: short for short, aliases in _NAMES_OF_DTYPES.items() for alias in aliases.split()}
 
 

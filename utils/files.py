@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,20 +24,14 @@ def repository_address() -> str:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file in one step: readers find the old or the new file, never a part, even if the run is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(part, path)
     except OSError as error:
         raise type(error)(error.errno, error.strerror, str(path)) from None  # the caller's name, not the part's
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's files are private
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def output_path(name: str) -> Path:

@@ -408,7 +408,7 @@ plt.show()
 # once. At the edge some of them lie outside the matrix. A **mask** says which exist: `tl.load(pointers, mask=...,
 # other=0.0)` puts 0 where the mask is false, and `tl.store(pointers, value, mask=...)` writes nothing there.
 #
-# Without a GPU your kernel runs in Triton's **interpreter**, one program after another on the CPU: slow, but the same answer.
+# Without a GPU your kernel runs in the course's **simulator**, one program after another on the CPU: slow, but the same answer.
 
 # %% [markdown]
 # ### Question 1.5: The same tiles in Triton {points}

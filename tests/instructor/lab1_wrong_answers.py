@@ -93,15 +93,19 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q1_5",
-        ("K not masked", ("(rows[:, None] < M) & (ks[None, :] < K)", "rows[:, None] < M"), "tl.load reads outside"),
-        ("store not masked", (", mask=(rows[:, None] < M) & (cols[None, :] < N))", ")"), "tl.store writes outside"),
+        ("K not masked", ("(rows[:, None] < M) & (ks[None, :] < K)", "rows[:, None] < M"), "tl.load reaches element"),
+        ("store not masked", (", mask=(rows[:, None] < M) & (cols[None, :] < N))", ")"), "tl.store reaches element"),
         ("other= left out", (("[None, :] < K), other=0.0", "[None, :] < K)"), ("N), other=0.0", "N)")), "NaN values"),
-        ("columns of B not masked", ("(ks[:, None] < K) & (cols[None, :] < N)", "(ks[:, None] < K)"), "tl.load reads"),
+        (
+            "columns of B not masked",
+            ("(ks[:, None] < K) & (cols[None, :] < N)", "(ks[:, None] < K)"),
+            "tl.load reaches",
+        ),
         ("the sum overwritten", ("(a_tile, b_tile, accumulator, ", "(a_tile, b_tile, "), "added to the accumulator"),
         ("the product lost", ("accumulator = tl.dot(a_tile", "tl.dot(a_tile"), "is the result of tl.dot kept"),
         ("other=1.0", (("< K), other=0.0", "< K), other=1.0"), ("other=0.0", "other=1.0")), "other= in the loads"),
         ("float32 rounded to ten bits", (', input_precision="ieee"', ""), "ieee"),
-        ("stored where A lies", ("c_tile = c_ptr", "c_tile = a_ptr"), ("tl.store writes", "is wrong")),
+        ("stored where A lies", ("c_tile = c_ptr", "c_tile = a_ptr"), ("tl.store reaches", "is wrong")),
     ),
     *mistakes(
         "bonus_1_6",
@@ -311,7 +315,7 @@ WRONG_ANSWERS = [
     *mistakes(
         "bonus_5_6",
         ("not divided in Triton", ("accumulator / l[:, None]", "accumulator"), "The output is not divided"),
-        ("store of the output not masked", (", mask=rows[:, None] < queries)", ")"), "tl.store writes outside"),
+        ("store of the output not masked", (", mask=rows[:, None] < queries)", ")"), "tl.store reaches element"),
         ("one key too many", ("[None, :] < keys, scores", "[None, :] <= keys, scores"), "One key too many"),
         ("keys counted in the block", ("(columns[None, :] < keys", "((columns - start)[None, :] < keys"), "from 0"),
         ("l not rescaled", ("l * rescale + tl.sum", "l + tl.sum"), "The sum of the blocks before"),
@@ -373,7 +377,7 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
 
 -        start = time.perf_counter()
 
-# %% q1_5: rows of A not masked => tl.load reads outside
+# %% q1_5: rows of A not masked => tl.load reaches element
 -            mask=(rows[:, None] < M) & (ks[None, :] < K), other=0.0,
 +            mask=ks[None, :] < K, other=0.0,
 
@@ -381,11 +385,11 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
 -            a_ptr + rows[:, None] * stride_am + ks[None, :] * stride_ak,
 +            a_ptr + rows[:, None] * stride_am + ks[None, :],
 
-# %% q1_5: strides of B swapped => tl.load reads
+# %% q1_5: strides of B swapped => tl.load reaches
 -            b_ptr + ks[:, None] * stride_bk + cols[None, :] * stride_bn,
 +            b_ptr + ks[:, None] * stride_bn + cols[None, :] * stride_bk,
 
-# %% q1_5: strides of a row-major B => tl.load reads | has two strides
+# %% q1_5: strides of a row-major B => tl.load reaches | has two strides
 -            b_ptr + ks[:, None] * stride_bk + cols[None, :] * stride_bn,
 +            b_ptr + ks[:, None] * stride_bk + cols[None, :],
 

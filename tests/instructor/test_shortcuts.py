@@ -60,11 +60,6 @@ def attention_bshd(q, k, v):
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf)
     return (torch.softmax(scores, -1) @ v).transpose(1, 2)
 
-# %% q5_3: a softmax that a distribution computes
-def flash_attention_tiled(q, k, v, tile_q=64, tile_k=64):
-    scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
-    return (torch.distributions.Categorical(logits=scores).probs @ v.float()).to(q.dtype)
-
 # %% q5_3: all blocks are kept - one block at a time
 def online_softmax_stats(blocks):
     kept = [block.clone() for block in blocks]

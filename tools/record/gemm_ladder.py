@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print(
             "The GEMM kernels are timed on an NVIDIA GPU, and torch finds none here; "
-            "run_interpreted in utils.kernels.interpreter shows what they compute.",
+            "simulate() of utils.gluon_cpu shows what they compute.",
             file=sys.stderr,
         )
         return 1

@@ -65,8 +65,8 @@ def measure_shape(shape: dict, device: torch.device) -> list[dict]:
         except BenchError as error:
             rows[name] |= {"status": "failed", "refused": str(error)}
             continue
-        rows[name] |= {"error": checked.whole, "kernels": list(ran.names)}
-        rows[name] |= {"peak_mb": 1e3 * benchmark_memory(call, n_warmup=1, n_repeat=1).allocated_memory_gb}
+        rows[name] |= {"error": checked.whole, "kernels": list(ran.kernels or ran.operators)}
+        rows[name] |= {"peak_mb": 1e3 * benchmark_memory(call, n_warmup=1, n_repeat=1)[1]}
         calls[name] = call
     if calls:
         how = {"warmup": 3, "iterations": SAMPLES, "device": device, "flops": work.flops, "bytes": work.bytes}

@@ -49,7 +49,7 @@ def shared_kernels() -> dict[str, tuple]:
 def alone(n: int, trials: int) -> dict:
     """Measure an n-cubed matmul `trials` times, each by itself, and compare all pairs of these measurements."""
     a, b = square(n), square(n)
-    results = [measure(torch.mm, a, b, floor=False) for _ in range(trials)]
+    results = [measure(torch.mm, a, b) for _ in range(trials)]
     pairs = list(itertools.permutations(results, 2))
     apart = [abs(y.median_ms / x.median_ms - 1) for x, y in pairs]
     return {
@@ -69,7 +69,7 @@ def alone(n: int, trials: int) -> dict:
 def against_itself(n: int, trials: int) -> dict:
     """Compare an n-cubed matmul with itself `trials` times."""
     a, b = square(n), square(n)
-    measure(torch.mm, a, b, floor=False)  # let the clocks settle
+    measure(torch.mm, a, b)  # let the clocks settle
     results = [compare(torch.mm, torch.mm, a, b, warmup=3, iterations=PAIRS) for _ in range(trials)]
     return {
         "n": n,
@@ -90,7 +90,7 @@ def against_do_bench(name: str, fn, *arguments, rounds: int) -> dict:
         fn(*arguments)
 
     count = len(do_bench(call, warmup=LOAD_MS, rep=ROUND_MS, return_mode="all"))
-    load = max(1, int(LOAD_MS / measure(call, iterations=5, floor=False).median_ms))
+    load = max(1, int(LOAD_MS / measure(call, iterations=5).median_ms))
     medians_us: dict[str, list[float]] = {"measure": [], "do_bench": []}
     for turn in range(rounds):
         for timer in ("measure", "do_bench") if turn % 2 == 0 else ("do_bench", "measure"):
@@ -98,7 +98,7 @@ def against_do_bench(name: str, fn, *arguments, rounds: int) -> dict:
                 call()
             if timer == "measure":
                 # A budget keeps the round as short as the other timer's.
-                options = dict(l2="cold", warmup=2, iterations=count, max_seconds=8e-3 * ROUND_MS, floor=False)
+                options = dict(l2="cold", warmup=2, iterations=count, max_seconds=8e-3 * ROUND_MS)
                 times = measure(call, **options).samples_ms
             else:
                 times = do_bench(call, warmup=1, rep=ROUND_MS, return_mode="all")

@@ -28,7 +28,6 @@ from utils.bench.knobs import Setting
 from utils.bench.targets import read_name
 from utils.benchmark.profiling import gpu_idle_share, nvtx_range, profile, summarize_trace
 from utils.files import ROOT
-from utils.validation import first_line
 
 LEVELS = ("none", "minimal", "roofline", "deep_dive")
 NCU_SETS = {"roofline": "roofline", "deep_dive": "full"}
@@ -103,8 +102,6 @@ def nsight(base: Path, request: Request, level: str, l2: str) -> tuple[Path | No
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, cwd=ROOT, check=False)
     except subprocess.TimeoutExpired:
         return None, f"{name} made no report: it was not done after {TOOL_SECONDS} s"
-    except OSError as error:
-        return None, f"{name} made no report: {first_line(error)}"
     output = f"{done.stdout}\n{done.stderr}"
     if "ERR_NVGPUCTRPERM" in output:
         return None, f"{name} was left out: only administrators may read this GPU's counters (ERR_NVGPUCTRPERM)."

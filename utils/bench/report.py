@@ -30,9 +30,9 @@ def _row(case: dict, side: str) -> dict:
     row["ran"] = case["ran"].get(side, {}).get("provider")
     if (measured := res.measured(case, side)) is not None:
         low, high = measured.interval_ms
-        row |= {name: getattr(measured, name) for name in (*STATISTICS, "roof_share")}
+        row |= {name: getattr(measured, name) for name in STATISTICS}
         row |= {"low_ms": low, "high_ms": high, "samples": len(measured.samples_ms)}
-        row |= {name: measured.method.get(name) for name in ("outliers", "throttled", "discarded")}
+        row["outliers"] = measured.method.get("outliers")
         if "heads" in work:
             row["queries_per_s"] = work["batch"] * work["heads"] * work["seq_len"] / (measured.median_ms / 1e3)
     if (check := case["verification"].get(side)) is not None:

@@ -128,7 +128,8 @@ class CaseRun:
         self.on_step(case, "time")
         for side, measurement in self._time(built).items():
             self.record["sides"][side] = {**measurement.to_dict(), "environment": {}}  # the run's record has it once
-            cut = [measurement.method["stopped"]] * measurement.method["cut_by_time_budget"]
+            stopped = measurement.method["stopped"]
+            cut = [stopped] * stopped.startswith("time budget")
             self.record["notes"] += [f"{side}: {text}." for text in (*measurement.doubts(), *cut)]
         for call in built.values():
             if call.prepared is not None:
@@ -187,7 +188,7 @@ class CaseRun:
         calls = [built[side].fn for side in SIDES]
         pair = compare(*calls, labels=tuple(labels[side] for side in SIDES), **options)
         if pair.verdict == NOT_ENOUGH_DATA:
-            few = pair.method["pairs"] < MIN_PAIRS
+            few = len(pair.a.samples_ms) < MIN_PAIRS
             crossed = f"the interval crosses 1 +- {pair.same_within:.0%}"
             why = f"fewer than {MIN_PAIRS} pairs were taken" if few else crossed
             self.record["notes"].append(f"no verdict: {why}; more --iterations narrow it.")

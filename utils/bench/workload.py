@@ -156,12 +156,7 @@ def arithmetic(dtype: str, device: torch.device) -> str:
 
 def check_fits(label: str, needed: int, device: torch.device) -> None:
     """Raise Refused, before anything is allocated, if the free memory cannot hold the bytes that a run needs."""
-    if device.type == "cuda":  # torch's allocator may hold memory that it does not use
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + unused
-    else:
-        free = available_memory_bytes()
-    if needed > free:
+    if needed > (free := available_memory_bytes(device)):
         raise Refused(
             f"{label} needs about {needed / 1e9:,.1f} GB (inputs, float64 reference, stored scores) and {free / 1e9:,.1f} GB "
             f"are free on {device}: choose smaller sizes."

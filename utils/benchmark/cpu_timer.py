@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import length_hint
 
 import torch
 
@@ -37,24 +36,13 @@ class Call:
         self.fn, self.args, self.kwargs, self.label = fn, args, kwargs, label
         self.calls_per_run = 1  # calls of the user's function in one call of `fn`: more in an unrolled graph
         self.runs_per_sample = 1
-        self.run_ms: float | None = None  # one run, from the last chunk of the warm-up
-        self.issue_ms: float | None = None  # CPU time to issue one run
+        self.warmed_up = 0  # warm-up calls that were made
+        # Of one run, in the fastest chunk of the warm-up: a pause of the host in one chunk says nothing of the others.
+        self.run_ms: float | None = None
+        self.issue_ms: float | None = None  # CPU time to issue it
         self.gpu_ms: float | None = None  # shortest time of one run between two events
         self.queueable = True  # False: the function waits for the GPU, so nothing can be queued behind it
-        self.bursts = self.bursts_ahead = 0
-        self.calls_before_capture = 0
         self.notes: list[str] = []
-        self.runs_begun: Counter[str] = Counter()  # by phase
-
-    @property
-    def calls_per_sample(self) -> int:
-        """Calls of the user's function in one sample."""
-        return self.calls_per_run * self.runs_per_sample
-
-    @property
-    def calls(self) -> int:
-        """Calls of the user's function in all: warm-up, calibration, samples, and those of bursts that were repeated."""
-        return self.calls_before_capture + self.runs_begun.total() * self.calls_per_run
 
     def prime(self, previous: Call | None) -> None:
         """Call once, untimed, if another function has just used the cache and this function is short enough to care."""
@@ -62,23 +50,16 @@ class Call:
             self.play(1, "untimed")
 
     def play(self, runs: int, phase: str) -> int:
-        """Call the function `runs` times; return the host time in ns.
-
-        An exception of the function gets a note with its label, the phase and the number of the call.
-        """
+        """Call the function `runs` times; return the host time in ns. Its exceptions get a note with label and phase."""
         fn, args, kwargs, clock = self.fn, self.args, self.kwargs, time.perf_counter_ns
-        remaining = itertools.repeat(None, runs)
-        begin = clock()
         try:
-            for _ in remaining:
+            begin = clock()
+            for _ in itertools.repeat(None, runs):
                 fn(*args, **kwargs)
-            elapsed = clock() - begin
+            return clock() - begin
         except BaseException as error:
-            iteration = self.runs_begun[phase] + runs - length_hint(remaining) - 1
-            error.add_note(f"raised by {self.label!r} in {phase} call {iteration} (counted from 0)")
+            error.add_note(f"raised by {self.label!r} in {phase} calls")
             raise
-        self.runs_begun[phase] += runs
-        return elapsed
 
 
 @contextmanager
@@ -105,18 +86,14 @@ class CpuTimer:
     previous: Call | None = None  # the call that used the cache last
 
     def __init__(self, cold: bool):
-        self.cold = cold  # the cache is flushed before every sample
-        self.flush_bytes = 0
-        self.notes: list[str] = []
+        self.flush_bytes = 0  # before every sample
         readings = [time.perf_counter_ns() for _ in range(101)]
         self.clock_ms = statistics.median(b - a for a, b in itertools.pairwise(readings)) / 1e6
-        self.shortest_sample_ms = CPU_SAMPLE_MS + self.clock_ms
+        self.shortest_sample_ms = self.shortest_call_ms = CPU_SAMPLE_MS + self.clock_ms
         if not cold:
             return
-        if last_level_cache_bytes() is None:
-            self.notes.append("the size of the last-level cache is not known here: 64 MB are streamed to flush it")
         self.flush_bytes = cpu_flush_bytes()
-        free = available_memory_bytes()
+        free = available_memory_bytes(torch.device("cpu"))
         if self.flush_bytes > free // 2:
             raise MemoryError(
                 f'l2="cold" streams {self.flush_bytes / 1e6:.0f} MB, twice the last-level cache, '
@@ -124,58 +101,45 @@ class CpuTimer:
             )
         self._buffer = torch.zeros(self.flush_bytes // 8, dtype=torch.int64)
 
-    def prepare(
-        self, call: Call, warmup: int, calls_per_sample: int | None, deadline: float | None
-    ) -> tuple[Call, int]:
-        """Warm up and set the calls per sample: None finds the number for this clock.
+    def prepare(self, call: Call, warmup: int, calls_per_sample: int | None, deadline: float = math.inf) -> Call:
+        """Warm up and set the calls per sample: None finds the number for this clock. Return the call to time.
 
-        The preparation ends at the deadline, in `time.perf_counter` seconds. Return the call to time, and the number of
-        warm-up calls that were made.
+        The preparation ends at the deadline, in `time.perf_counter` seconds.
         """
-        done = self.warm_up(call, warmup, deadline)
-        if calls_per_sample is not None or self.cold:
+        self.warm_up(call, warmup, deadline)
+        if calls_per_sample is not None or self.flush_bytes:
             call.runs_per_sample = calls_per_sample or 1
         elif call.run_ms is None or call.run_ms <= CALIBRATE_BELOW_MS:
             self.calibrate(call, deadline)
-        return call, done
+        return call
 
-    def warm_up(self, call: Call, runs: int, deadline: float | None) -> int:
-        """Run `runs` times, or fewer if the deadline (perf_counter seconds) comes first; return how many were run."""
-        done, chunk = 0, 1
+    def warm_up(self, call: Call, runs: int, deadline: float = math.inf) -> None:
+        """Run `runs` times in chunks, each as long as all before it; or fewer, if the next chunk would pass the deadline."""
         self.previous = call if runs else self.previous
-        while done < runs:
-            chunk = min(chunk, runs - done)
+        chunk = 1
+        while call.warmed_up < runs:
             begin = time.perf_counter()
             issued = call.play(chunk, "warm-up")
             self.synchronize()
-            seconds = time.perf_counter() - begin
-            done += chunk
-            call.run_ms, call.issue_ms = seconds * 1e3 / chunk, issued / 1e6 / chunk
-            chunk *= 2
-            if deadline is not None:
-                remaining = deadline - time.perf_counter()
-                if remaining <= seconds / max(1, chunk // 2):
-                    break
-                chunk = max(1, min(chunk, int(remaining * 1e3 / max(call.run_ms, 1e-6))))
-        return done
+            now = time.perf_counter()
+            call.warmed_up += chunk
+            call.run_ms = min((now - begin) * 1e3 / chunk, call.run_ms or math.inf)
+            call.issue_ms = min(issued / 1e6 / chunk, call.issue_ms or math.inf)
+            chunk = min(call.warmed_up, runs - call.warmed_up)
+            if now + chunk * call.run_ms / 1e3 > deadline:
+                break
 
-    def calibrate(self, call: Call, deadline: float | None) -> None:
+    def calibrate(self, call: Call, deadline: float = math.inf) -> None:
         """Set `runs_per_sample` so that a sample is long enough for this clock."""
-        runs, limit = 1, self.max_runs(call)
+        limit = self.max_runs(call)
         while True:
-            per_call = self.sample([call] * 2, runs=runs, phase="calibration")
-            sample_ms = min(per_call) * call.calls_per_run * runs
-            if self.long_enough(sample_ms, runs) or runs >= limit:
-                break
-            if deadline is not None and time.perf_counter() > deadline:
-                break
+            runs = call.runs_per_sample
+            sample_ms = min(self.sample([call] * 2, phase="calibration")) * runs
+            enough = self.shortest_call_ms if runs == 1 else self.shortest_sample_ms
+            if sample_ms >= enough or runs >= limit or time.perf_counter() > deadline:
+                return
             needed = 1.1 * self.shortest_sample_ms / max(sample_ms / runs, 1e-6)
-            runs = min(limit, max(runs + 1, min(runs * 10, int(needed) + 1)))
-        call.runs_per_sample = runs
-
-    def long_enough(self, sample_ms: float, runs: int) -> bool:
-        """Whether this clock resolves a sample of `runs` runs and this length."""
-        return sample_ms >= self.shortest_sample_ms
+            call.runs_per_sample = min(limit, max(runs + 1, min(runs * 10, int(needed) + 1)))
 
     def synchronize(self) -> None:
         """Wait for queued work; on a CPU there is none."""
@@ -184,7 +148,7 @@ class CpuTimer:
         """Return the most runs that one sample may hold."""
         return MAX_CPU_CALLS
 
-    def sample(self, sequence: Sequence[Call], runs: int | None = None, phase: str = "timed") -> list[float]:
+    def sample(self, sequence: Sequence[Call], phase: str = "timed") -> list[float]:
         """Take one sample of each call in the sequence; return the ms of one call of the user's function."""
         times_ms = []
         with collector_paused():
@@ -194,14 +158,14 @@ class CpuTimer:
                 else:
                     call.prime(self.previous)
                 self.previous = call
-                count = runs or call.runs_per_sample
-                times_ms.append(call.play(count, phase) / 1e6 / (count * call.calls_per_run))
+                times_ms.append(call.play(call.runs_per_sample, phase) / 1e6 / call.runs_per_sample)
         return times_ms
 
     def floor_ms(self, like: Call) -> float:
         """Return the median time of an empty Python call, sampled in the same way as `like`."""
         empty = Call(lambda: None, (), {}, "empty call")
-        return statistics.median(CpuTimer(False).sample([empty] * 21, runs=like.runs_per_sample, phase="floor"))
+        empty.runs_per_sample = like.runs_per_sample
+        return statistics.median(CpuTimer(False).sample([empty] * 21, phase="floor"))
 
     def describe(self, call: Call) -> dict:
         """Describe the clock and the flush."""

@@ -20,10 +20,10 @@ function that takes turns with it is still queued, in bursts of its own.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -64,27 +64,14 @@ def gpu_flush_bytes(device: torch.device) -> int:
     return max(2 * torch.cuda.get_device_properties(device).L2_cache_size, MIN_FLUSH_BYTES)
 
 
-@contextmanager
-def _naming_the_calls(burst: Sequence[Call], phase: str) -> Iterator[None]:
-    """Add to an error of the GPU which calls were running: CUDA reports an error at some later call."""
-    try:
-        yield
-    except Exception as error:
-        labels = " and ".join(sorted({call.label for call in burst}))
-        error.add_note(f"raised by the GPU while {len(burst)} {phase} samples of {labels} were running")
-        raise
-
-
 class CudaTimer(CpuTimer):
     """Device time between two events around each sample, queued in bursts, one synchronization a burst."""
 
     clock = "CUDA events"
-    shortest_sample_ms = GPU_SAMPLE_MS
+    shortest_call_ms, shortest_sample_ms = GPU_SHORT_MS, GPU_SAMPLE_MS
 
     def __init__(self, device: torch.device, cold: bool, graph: bool, queue_ahead: bool):
-        self.device, self.cold, self.graph, self.queue_ahead = device, cold, graph, queue_ahead
-        self.notes = []
-        self.bursts_repeated = 0
+        self.device, self.graph, self.queue_ahead = device, graph, queue_ahead
         self.separate = False  # a burst of several functions failed: each function gets bursts of its own
         self.margin = MIN_MARGIN
         self.flush_bytes = 0
@@ -93,16 +80,10 @@ class CudaTimer(CpuTimer):
             self.flush_bytes = gpu_flush_bytes(device)
             self._buffer = torch.empty(self.flush_bytes // 4, dtype=torch.int32, device=device)
 
-    def prepare(
-        self, call: Call, warmup: int, calls_per_sample: int | None, deadline: float | None
-    ) -> tuple[Call, int]:
-        """Warm up, and capture the call in a CUDA graph or set the calls per sample, as the CPU's timer does."""
-        if not self.graph:
-            return super().prepare(call, warmup, calls_per_sample, deadline)
-        done = self.warm_up(call, max(warmup, 1), deadline)
-        call = self.capture(call, calls_per_sample)
-        self.warm_up(call, 2, deadline)
-        return call, done
+    def prepare(self, call: Call, warmup: int, calls_per_sample: int | None, deadline: float = math.inf) -> Call:
+        """Warm up and set the calls per sample as the CPU's timer does, and capture them in a CUDA graph if that is asked for."""
+        call = super().prepare(call, max(warmup, 1) if self.graph else warmup, calls_per_sample, deadline)
+        return self.capture(call) if self.graph else call
 
     def max_runs(self, call: Call) -> int:
         """Return the most runs of one sample: what the CPU can issue within one burst."""
@@ -112,20 +93,8 @@ class CudaTimer(CpuTimer):
         """Wait for the GPU."""
         torch.cuda.synchronize(self.device)
 
-    def long_enough(self, sample_ms: float, runs: int) -> bool:
-        """Whether the events resolve this sample; one run alone may be a little shorter than several together."""
-        return sample_ms >= (GPU_SHORT_MS if runs == 1 else GPU_SAMPLE_MS)
-
-    def capture(self, call: Call, calls_per_graph: int | None) -> Call:
-        """Capture the call in a CUDA graph: once with a cold cache, else as often as a sample needs or as asked for."""
-        if self.flush_bytes:
-            calls_per_graph = 1
-        if calls_per_graph is None:
-            runs = min(10, self.max_runs(call))
-            run_ms = min(self.sample([call] * 2, runs=runs, phase="calibration"))
-            calls_per_graph = 1
-            if run_ms < GPU_SHORT_MS:
-                calls_per_graph = min(MAX_GPU_CALLS, int(GPU_SAMPLE_MS / max(run_ms, 1e-3)) + 1)
+    def capture(self, call: Call) -> Call:
+        """Capture the calls of one sample in a CUDA graph; return its replay, warmed up."""
         self.synchronize()
         # After a failed capture the random generator still believes that it is being captured, and every later
         # torch.randn on the GPU raises. Therefore a failure restores this copy of the generator's state.
@@ -134,7 +103,7 @@ class CudaTimer(CpuTimer):
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                for _ in range(calls_per_graph):
+                for _ in range(call.runs_per_sample):
                     call.fn(*call.args, **call.kwargs)
         except Exception as error:
             generator.graphsafe_set_state(random_state)
@@ -144,85 +113,83 @@ class CudaTimer(CpuTimer):
             )
             raise
         captured = Call(torch.cuda.CUDAGraph.replay, (graph,), {}, call.label)
-        captured.calls_per_run = calls_per_graph
-        captured.calls_before_capture = call.calls
+        captured.calls_per_run = call.runs_per_sample
+        self.warm_up(captured, 2)
+        captured.warmed_up = call.warmed_up
         return captured
 
-    def _issue_ms(self, call: Call, runs: int | None) -> float:
+    def _issue_ms(self, call: Call) -> float:
         """Estimate the CPU time to queue one sample: its launches, two events, and the flush or an untimed call."""
         issue = call.issue_ms or 0.05
-        return issue * (runs or call.runs_per_sample) + 0.03 + (0.0 if self.flush_bytes else issue)
+        return issue * call.runs_per_sample + 0.03 + (0.0 if self.flush_bytes else issue)
 
-    def _burst_length(self, sequence: Sequence[Call], runs: int | None) -> int:
+    def _burst_length(self, sequence: Sequence[Call]) -> int:
         """Number of samples to queue as one burst: as many as fit in BURST_ISSUE_MS, at least one.
 
         Calls that wait for the GPU and calls that do not are never in the same burst.
         """
         total = 0.0
         for length, call in enumerate(sequence):
-            total += self._issue_ms(call, runs)
+            total += self._issue_ms(call)
             mixed = call is not sequence[0] and (self.separate or call.queueable != sequence[0].queueable)
             if length and (total > BURST_ISSUE_MS or mixed):
                 return length
         return len(sequence)
 
-    def _spin_ms(self, burst: Sequence[Call], runs: int | None) -> float:
+    def _spin_ms(self, burst: Sequence[Call]) -> float:
         """Return how long the GPU must spin so that every sample of the burst is queued before the GPU reaches it."""
         issued = busy = spin = 0.0
         for call in burst:
-            issued += self._issue_ms(call, runs)
+            issued += self._issue_ms(call)
             spin = max(spin, self.margin * issued - busy)
-            busy += SURE_OF_GPU * (call.gpu_ms or 0.0) * (runs or call.runs_per_sample)
+            busy += SURE_OF_GPU * (call.gpu_ms or 0.0) * call.runs_per_sample
         return min(MAX_SPIN_MS, spin + 0.2)
 
-    def _burst(self, burst: Sequence[Call], runs: int | None, phase: str) -> tuple[list[float], bool]:
+    def _burst(self, burst: Sequence[Call], phase: str) -> tuple[list[float], bool]:
         """Queue one burst; return the ms of its samples, and whether every sample was queued before it began."""
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in burst]
         ahead = self.queue_ahead and burst[0].queueable
         if ahead:
-            torch.cuda._sleep(int(self._spin_ms(burst, runs) * self.cycles_per_ms))
-        for call, (begin, end) in zip(burst, events, strict=True):
-            if self.flush_bytes:
-                self._buffer.zero_()
-            else:
-                call.prime(self.previous)
-            self.previous = call
-            begin.record()
-            call.play(runs or call.runs_per_sample, phase)
-            end.record()
-            with _naming_the_calls(burst, phase):
+            torch.cuda._sleep(int(self._spin_ms(burst) * self.cycles_per_ms))
+        try:
+            for call, (begin, end) in zip(burst, events, strict=True):
+                if self.flush_bytes:
+                    self._buffer.zero_()
+                else:
+                    call.prime(self.previous)
+                self.previous = call
+                begin.record()
+                call.play(call.runs_per_sample, phase)
+                end.record()
                 ahead = ahead and not begin.query()
-        with _naming_the_calls(burst, phase):
             self.synchronize()
+        except Exception as error:  # CUDA reports an error of the GPU at some later call
+            labels = " and ".join(sorted({call.label for call in burst}))
+            error.add_note(f"raised while {len(burst)} {phase} samples of {labels} were on the GPU")
+            raise
         return [begin.elapsed_time(end) for begin, end in events], ahead
 
-    def sample(self, sequence: Sequence[Call], runs: int | None = None, phase: str = "timed") -> list[float]:
+    def sample(self, sequence: Sequence[Call], phase: str = "timed") -> list[float]:
         """Take one sample of each call in the sequence; return the ms of one call of the user's function."""
         times_ms: list[float] = []
         with torch.cuda.device(self.device), collector_paused():
             while len(times_ms) < len(sequence):
                 rest = sequence[len(times_ms) : len(times_ms) + LONGEST_BURST]
-                burst = rest[: self._burst_length(rest, runs)]
-                burst_ms, ahead = self._burst(burst, runs, phase)
-                tries = 1
-                while not ahead and self.queue_ahead and burst[0].queueable:
-                    self.bursts_repeated += 1
-                    if tries == BURST_TRIES or self.margin >= MAX_MARGIN:
-                        self._give_up(burst)
-                        burst = []  # its samples are taken again, in another way
+                burst = rest[: self._burst_length(rest)]
+                for _ in range(BURST_TRIES):
+                    burst_ms, ahead = self._burst(burst, phase)
+                    if ahead or not (self.queue_ahead and burst[0].queueable):
                         break
-                    self.margin *= 2.0
-                    burst_ms, ahead = self._burst(burst, runs, phase)
-                    tries += 1
+                    self.margin = min(2.0 * self.margin, MAX_MARGIN)
+                else:
+                    self._give_up(burst)
+                    continue  # its samples are taken again, in another way
                 self.margin = max(MIN_MARGIN, 0.8 * self.margin)
-                for call in dict.fromkeys(burst):
-                    call.bursts += 1
-                    call.bursts_ahead += ahead
-                for call, ms in zip(burst, burst_ms[: len(burst)], strict=True):
-                    count = runs or call.runs_per_sample
+                for call, ms in zip(burst, burst_ms, strict=True):
+                    run_ms = ms / call.runs_per_sample
                     if ahead:
-                        call.gpu_ms = min(call.gpu_ms or ms / count, ms / count)
-                    times_ms.append(ms / (count * call.calls_per_run))
+                        call.gpu_ms = min(call.gpu_ms or run_ms, run_ms)
+                    times_ms.append(run_ms / call.calls_per_run)
         return times_ms
 
     def work(self, call: Call, seconds: float) -> None:
@@ -256,24 +223,13 @@ class CudaTimer(CpuTimer):
         if key not in _GPU_FLOORS:
             empty = Call(torch.cuda._sleep, (0,), {}, "empty kernel")
             timer = CudaTimer(self.device, False, self.graph, ahead)
-            timer.warm_up(empty, 10, None)
-            if self.graph:
-                empty = timer.capture(empty, like.calls_per_run)
-            _GPU_FLOORS[key] = statistics.median(timer.sample([empty] * 51, runs=like.runs_per_sample, phase="floor"))
+            empty = timer.prepare(empty, 10, like.calls_per_run if self.graph else like.runs_per_sample)
+            _GPU_FLOORS[key] = statistics.median(timer.sample([empty] * 51, phase="floor"))
         return _GPU_FLOORS[key]
 
     def describe(self, call: Call) -> dict:
         """Describe the clock, the flush and the queue."""
-        if not call.bursts_ahead:
-            queue = "as issued: launch gaps are included"
-        else:
-            queue = (
-                f"kept ahead by a spin kernel in {call.bursts_ahead} of {call.bursts} bursts: "
-                "device work only, no launch gaps"
-            )
-        return {
-            "clock": self.clock,
-            "l2_flush_bytes": self.flush_bytes or None,
-            "queue": queue,
-            "bursts_repeated": self.bursts_repeated,
-        }
+        queue = "as issued: launch gaps are included"
+        if self.queue_ahead and call.queueable:
+            queue = "kept ahead by a spin kernel: device work only, no launch gaps"
+        return {"clock": self.clock, "l2_flush_bytes": self.flush_bytes or None, "queue": queue}

@@ -52,9 +52,8 @@ def repeat_interval(samples: Sequence[float]) -> tuple[float, float]:
     medians = np.array([np.median(block) for block in np.array_split(array, blocks)])
     half = STUDENT[blocks - 1] * float(medians.std(ddof=1)) * math.sqrt(1.0 + 1.0 / blocks)
     first, second = (float(np.median(part)) for part in np.array_split(array, 2))
-    half = max(
-        half, 3.0 * abs(second - first)
-    )  # the next run lies as far off as the halves twice, and more after a pause
+    # The next run lies as far off as the halves twice, and more after a pause.
+    half = max(half, 3.0 * abs(second - first))
     center = float(np.median(array))
     # By ratios, so that both ends are positive times.
     return center / (1.0 + half / center) if center else 0.0, center + half

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import re
+import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch.autograd import DeviceType
@@ -23,12 +23,10 @@ from utils.benchmark.kernel_names import (
     classify,
 )
 from utils.benchmark.measuring import measure, pick_device
-from utils.benchmark.profiling import GPU_WORK
+from utils.benchmark.profiling import GPU_WORK, check_no_profiler
 from utils.validation import check_callable, whole_number
 
 KERNEL_KEYS = ("gemm", "elementwise", "softmax", "layernorm", "memory", "other")
-COMPILED_CPU_KERNEL = re.compile(r"(graph_\d+_)?(kernel_)?cpp_fused_")
-EVENTS_PER_RECORDING = 300_000  # bounds the memory of one profiler recording
 
 # For torch.profiler.profile(schedule=...).
 default_schedule = torch.profiler.schedule(wait=1, warmup=3, active=6)
@@ -58,30 +56,11 @@ def benchmark_latency(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 1
         **kwargs: its keyword arguments.
     """
     _check_arguments("benchmark_latency", fn, n_warmup, n_repeat)
-
-    def call() -> None:
-        fn(*args, **kwargs)
-
-    return measure(
-        call,
-        warmup=n_warmup,
-        iterations=1,
-        calls_per_sample=n_repeat,
-        queue_ahead=False,
-        floor=False,
-        device=pick_device(None, args, kwargs, fn),
-        label=getattr(fn, "__name__", None),
-    ).mean_ms
+    call = functools.partial(fn, *args, **kwargs)
+    return measure(call, warmup=n_warmup, iterations=1, calls_per_sample=n_repeat, queue_ahead=False).mean_ms
 
 
-class MemoryUse(NamedTuple):
-    """Result of `benchmark_memory`: two numbers in GB (1e9 bytes)."""
-
-    peak_memory_gb: float  # largest allocation at any moment, inputs and everything else included
-    allocated_memory_gb: float  # the part of it that the call adds to the memory in use before it
-
-
-def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 100, **kwargs) -> MemoryUse:
+def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 100, **kwargs) -> tuple[float, float]:
     """Tensor memory of `fn(*args, **kwargs)`: (peak_memory_gb, allocated_memory_gb) in GB (1e9 bytes).
 
     `peak_memory_gb` is absolute: all tensor memory at the worst moment of the n_repeat calls, including the inputs and
@@ -100,11 +79,7 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
         **kwargs: its keyword arguments.
     """
     _check_arguments("benchmark_memory", fn, n_warmup, n_repeat)
-    device = pick_device(None, args, kwargs, fn)
-
-    def call() -> None:
-        fn(*args, **kwargs)  # the result is dropped here, before the next call
-
+    device, call = pick_device(None, args, kwargs, fn), functools.partial(fn, *args, **kwargs)
     for _ in range(n_warmup):
         call()
     gc.collect()
@@ -116,10 +91,11 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
             call()
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device)
-        return MemoryUse(peak / 1e9, (peak - before) / 1e9)
+        return peak / 1e9, (peak - before) / 1e9
+    check_no_profiler()  # allocations are followed with it
     before = live_cpu_tensor_bytes()
-    added = _cpu_peak_above_start(call, n_repeat)
-    return MemoryUse((before + added) / 1e9, added / 1e9)
+    added = max(_cpu_peak_of(call) for _ in range(n_repeat))
+    return (before + added) / 1e9, added / 1e9
 
 
 def live_cpu_tensor_bytes() -> int:
@@ -140,28 +116,13 @@ def live_cpu_tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def _cpu_peak_above_start(call: Callable[[], None], repeats: int) -> int:
-    """Return the largest number of bytes that torch's CPU allocator holds during the calls, less those before them."""
-    if torch._C._autograd._profiler_enabled():
-        raise RuntimeError(
-            "benchmark_memory() follows allocations with torch's profiler, and a profiler is already "
-            "running; call it outside of the profile block."
-        )
-    peak, done, chunk = 0, 0, 1
-    while done < repeats:
-        chunk = min(chunk, repeats - done)
-        with torch.autograd.profiler.profile(profile_memory=True) as recorded:
-            for _ in range(chunk):
-                call()
-        done += chunk
-        level = 0
-        events = recorded.kineto_results.events()
-        for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda e: e.start_ns()):
-            if event.device_type() == DeviceType.CPU:
-                level += event.nbytes()
-                peak = max(peak, level)
-        chunk = max(1, min(repeats, EVENTS_PER_RECORDING * chunk // max(len(events), 1)))
-    return peak
+def _cpu_peak_of(call: Callable[[], None]) -> int:
+    """Return the largest number of bytes that torch's CPU allocator holds during a call, less those before it."""
+    with torch.autograd.profiler.profile(profile_memory=True) as recorded:
+        call()
+    events = (event for event in recorded.kineto_results.events() if event.name() == "[memory]")
+    on_cpu = sorted((e for e in events if e.device_type() == DeviceType.CPU), key=lambda e: e.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in on_cpu), initial=0))
 
 
 def count_cuda_kernels(prof) -> dict[str, int]:
@@ -173,7 +134,7 @@ def count_cuda_kernels(prof) -> dict[str, int]:
 
     If the trace has no GPU work, CPU leaf operators are counted instead: operators that contain no other working
     operator. Views, metadata and bare allocations do no work and are left out, and so is what torch.compile generates for
-    a CPU: it is a C++ function, which the profiler sees only with torch._inductor.config.cpp.enable_kernel_profile.
+    a CPU: it is a C++ function and no operator.
     """
     try:
         events = list(prof.events())
@@ -183,7 +144,8 @@ def count_cuda_kernels(prof) -> dict[str, int]:
             f"and whose schedule reached its active steps; got {type(prof).__name__}."
         ) from error
     steps = sum(1 for event in events if _is_step(event) and event.device_type == DeviceType.CPU)
-    names = Counter(_cuda_kernel_names(events) or _leaf_operator_names(events))
+    roots = [event for event in events if event.device_type == DeviceType.CPU and event.cpu_parent is None]
+    names = Counter(_cuda_kernel_names(events) or [name for event in roots for name in _working_operators(event)])
     totals: Counter = Counter()
     for name, count in names.items():
         totals[DOCUMENTED_KEY[classify(name)]] += count
@@ -208,18 +170,6 @@ def _cuda_kernel_names(events: list) -> list[str]:
     return [event.name for event in events if works(event)]
 
 
-def _leaf_operator_names(events: list) -> list[str]:
-    """Return the operators that did work themselves on the CPU."""
-    roots = (event for event in events if event.device_type == DeviceType.CPU and event.cpu_parent is None)
-    return [name for event in roots for name in _working_operators(event)]
-
-
-def _is_operator(name: str) -> bool:
-    if COMPILED_CPU_KERNEL.match(name):
-        return True
-    return "::" in name and not name.startswith(("autograd::", "torch::", "profiler::"))
-
-
 def _working_operators(event) -> list[str]:
     """Return the operators at or inside this event that did work; of a wrapper, the operators inside it."""
     name = event.name
@@ -227,7 +177,8 @@ def _working_operators(event) -> list[str]:
         return []
     working = [(child.name, _working_operators(child)) for child in event.cpu_children]
     inside = [inner for _, names in working for inner in names]
-    if not _is_operator(name):  # annotations, autograd nodes, modules
+    # Annotations, autograd's nodes and modules are no operators.
+    if "::" not in name or name.startswith(("autograd::", "torch::", "profiler::")):
         return inside
     if name in WRAPPER_OPERATORS or any(classify(inner) != MEMORY for inner in inside):
         return inside

@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,12 +41,14 @@ def measure(fn: Callable, *args, label: str | None = None, **options) -> Measure
         *args: its arguments.
         label: name in the result. Default: the function's name.
         **options: the fields of `Timing`, which says what they mean: `warmup`, `iterations`, `device`, `flops`, `bytes`,
-            `roofs`, `dtype`, `l2`, `graph`, `max_seconds`, `calls_per_sample`, `queue_ahead`, `floor`, `discard`. Other
-            keywords go to `fn`; for a keyword of `fn` that is also an option here, use `functools.partial`.
+            `roofs`, `dtype`, `l2`, `graph`, `max_seconds`, `calls_per_sample`, `queue_ahead`. Other keywords go to `fn`;
+            for a keyword of `fn` that is also an option here, use `functools.partial`.
     """
     check_callable("measure", fn)
     timing, kwargs = _timing(options, args, fn)
-    return _timed(timing, [Call(fn, args, kwargs, _label(fn, label))], itertools.repeat((0,)))[0]
+    return _timed(
+        timing, [Call(fn, args, kwargs, _label(fn) if label is None else str(label))], itertools.repeat((0,))
+    )[0]
 
 
 def compare(
@@ -63,14 +65,9 @@ def compare(
     `iterations` counts pairs of samples, in the order a b b a a b b a, which cancels a steady drift; `labels` names a
     and b in the result.
     """
-    for name, fn in (("a", a), ("b", b)):
-        if not callable(fn):
-            raise TypeError(f"compare() times two functions: {name} must be callable, got {type(fn).__name__}.")
-    if same_within < 0:
-        raise ValueError(f"same_within must not be negative, got {same_within!r}; 0.01 means 1%.")
-    names = labels or (_label(a, None), _label(b, None))
-    if labels is None and names[0] == names[1]:
-        names = ("a", "b")
+    check_callable("compare", a)
+    check_callable("compare", b)
+    names = labels or ((_label(a), _label(b)) if _label(a) != _label(b) else ("a", "b"))
     timing, kwargs = _timing(options, args, a, b)
 
     calls = [Call(fn, args, kwargs, name) for fn, name in zip((a, b), names, strict=True)]
@@ -78,15 +75,13 @@ def compare(
     low, high = stats.speedup_interval(side_a.samples_ms, side_b.samples_ms)
     apart = 1.0 + (PAIR_APART if timing.on_gpu else 0.0)
     interval = low / apart, high * apart
-    pairs = len(side_a.samples_ms)
     return Comparison(
         speedup=stats.speedup(side_a.samples_ms, side_b.samples_ms),
         interval=interval,
-        verdict=stats.verdict(interval, same_within=same_within, pairs=pairs),
+        verdict=stats.verdict(interval, same_within=same_within, pairs=len(side_a.samples_ms)),
         a=side_a,
         b=side_b,
         same_within=same_within,
-        method={"order": "abba", "pairs": pairs},
     )
 
 
@@ -116,11 +111,11 @@ def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, dict]:
 
 def _timed(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
     """Time the calls. Nothing beats its roof: if a result does, a measured roof is measured again, and the best counts."""
-    work = _work(timing, calls, timing.roofs)  # before the timing, because it refuses a dtype without a roof
-    results = [work.of(result) for result in time_calls(timing, calls, turns)]
+    work = _work(timing, calls)  # before the timing, because it refuses a dtype without a roof
+    results = [replace(result, **work) for result in time_calls(timing, calls, turns)]
     if any(result.over_roof for result in results):
-        work = _work(timing, calls, timing.roofs.measured_again())
-        results = [work.of(result) for result in results]
+        work["roof"] = timing.roofs.measured_again().record(work["dtype"])
+        results = [replace(result, **work) for result in results]
     return results
 
 
@@ -131,75 +126,49 @@ def _rounds(count: int) -> Iterator[Sequence[int]]:
         yield draw.sample(range(count), count)
 
 
-def _label(fn: Callable, label: str | None) -> str:
-    if label is not None:
-        return str(label)
+def _label(fn: Callable) -> str:
     inner = fn.func if isinstance(fn, functools.partial) else fn
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 
-@dataclass(frozen=True)
-class _Work:
-    """FLOPs and bytes of one call, and the time they take at the roof that limits them."""
-
-    flops: float | None
-    bytes: float | None
-    dtype: str | None  # name of the peak
-    roof: dict | None = None  # the roofs that were used
-    roof_ms: float | None = None  # the longer of the times at the compute and at the memory roof
-
-    def of(self, timed: Measurement) -> Measurement:
-        """Return the measurement with this work and its share of the roof."""
-        share = self.roof_ms / timed.median_ms if self.roof_ms is not None and timed.median_ms > 0 else None
-        facts = {name: getattr(self, name) for name in ("flops", "bytes", "dtype", "roof")}
-        return replace(timed, **facts, roof_share=share)
-
-
-def _work(timing: Timing, calls: list[Call], roofs: Any) -> _Work:
-    """Return the work of one call and its time at the roofs, as far as counts and roofs are given."""
-    flops, bytes, dtype, device = timing.flops, timing.bytes, timing.dtype, timing.device
+def _work(timing: Timing, calls: list[Call]) -> dict[str, Any]:
+    """Return a measurement's fields of its work: FLOPs and bytes of one call, the name of the peak, and the roofs, if given."""
+    dtype = timing.dtype
     if dtype is None:
         tensors = (tensor for call in calls for tensor in tensors_of([call.args, call.kwargs, call.fn]))
         dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
-        if dtype == torch.float32 and device.type == "cuda" and float32_matmul_precision() != "highest":
+        if dtype == torch.float32 and timing.on_gpu and float32_matmul_precision() != "highest":
             dtype = "tf32"  # the format in which fp32 matrix products then run
     if dtype is not None:
         try:
             dtype = dtype_name(dtype)
         except ValueError:  # no roof has a peak for this dtype, such as float64
             dtype = str(dtype).removeprefix("torch.")
-    if roofs is None or (flops is None and bytes is None):
-        return _Work(flops, bytes, dtype)
-    roof_ms = 0.0 if flops is None else flops / (roofs.peak_tflops(dtype) * 1e9)
-    if bytes is not None:
-        roof_ms = max(roof_ms, bytes / (roofs.memory_bandwidth_tb_s * 1e9))
-    roof = {
-        "name": roofs.name,
-        "origin": roofs.origin,
-        "dtype": dtype,
-        "tflops": roofs.tflops.get(dtype),
-        "memory_bandwidth_tb_s": roofs.memory_bandwidth_tb_s,
-    }
-    return _Work(flops, bytes, dtype, roof, roof_ms)
+    roof = None
+    if timing.roofs is not None and (timing.flops or timing.bytes):
+        if timing.flops:
+            timing.roofs.peak_tflops(dtype)  # raises without a peak
+        roof = timing.roofs.record(dtype)
+    return {"flops": timing.flops, "bytes": timing.bytes, "dtype": dtype, "roof": roof}
 
 
 def tensors_of(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors of a call: in arguments, containers and modules, in a function's closure and its globals."""
+    inner: Iterable = ()
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, torch.nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
-    elif depth < 4:
-        if isinstance(value, functools.partial):
-            value = [value.func, value.args, value.keywords]
-        elif callable(value) and not isinstance(value, type):
-            value = _captured_values(value)
-        if isinstance(value, dict):
-            value = list(value.values())
-        if isinstance(value, (list, tuple)):
-            for item in value[:256]:
-                yield from tensors_of(item, depth + 1)
+        yield from itertools.chain(value.parameters(), value.buffers())
+    elif isinstance(value, functools.partial):
+        inner = (value.func, value.args, value.keywords)
+    elif isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, (list, tuple)):
+        inner = value[:256]
+    elif callable(value) and not isinstance(value, type):
+        inner = _captured_values(value)
+    for item in inner if depth < 4 else ():
+        yield from tensors_of(item, depth + 1)
 
 
 def _captured_values(fn: Callable) -> list:
@@ -221,8 +190,7 @@ def pick_device(device: torch.device | str | None, *values) -> torch.device:
         chosen = usable_device(device)
     else:
         devices = {tensor.device for value in values for tensor in tensors_of(value)}
-        gpus = [candidate for candidate in devices if candidate.type == "cuda"]
-        chosen = (gpus or list(devices) or [default_device()])[0]
+        chosen = max(devices, key=lambda device: device.type == "cuda", default=default_device())
     if chosen.type not in ("cuda", "cpu"):
         raise ValueError(f'CUDA GPUs and CPUs are measured, not {str(chosen)!r}; pass device="cpu" or "cuda".')
     if chosen.type == "cuda" and chosen.index is None:

@@ -13,10 +13,9 @@ import json
 import os
 import re
 import tempfile
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,6 @@ from utils.validation import check_callable, whole_number
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 COMPLETE = "X"  # a Chrome event with a duration; the other kinds name lanes, draw arrows or mark moments
-
-# Kineto writes a trace only once, so its text is kept here, compressed, as long as the profiler lives.
-_texts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,12 @@ class TraceEvent:
         return classify(self.name)
 
 
+def check_no_profiler() -> None:
+    """Raise RuntimeError inside the block of a profiler: a second one would ruin what the first records."""
+    if torch._C._autograd._profiler_enabled():
+        raise RuntimeError("a profiler is already running, and torch runs only one at a time; end it first.")
+
+
 def profile(
     fn: Callable, *args, steps: int = 6, warmup: int = 3, trace_path: str | os.PathLike | None = None, **kwargs
 ) -> torch.profiler.profile:
@@ -78,8 +80,7 @@ def profile(
     check_callable("profile", fn)
     whole_number("steps", steps)
     whole_number("warmup", warmup, 0)
-    if torch._C._autograd._profiler_enabled():
-        raise RuntimeError("a profiler is already running, and torch runs only one at a time; end it first.")
+    check_no_profiler()
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
@@ -102,16 +103,9 @@ def profile(
 @contextmanager
 def nvtx_range(name: str) -> Iterator[None]:
     """Name a block of code in every profile: in torch's traces, and with a GPU as an NVTX range for Nsight."""
-    name = str(name)
-    on_gpu = torch.cuda.is_available()
-    with torch.profiler.record_function(name):
-        if on_gpu:
-            torch.cuda.nvtx.range_push(name)
-        try:
-            yield
-        finally:
-            if on_gpu:
-                torch.cuda.nvtx.range_pop()
+    nvtx = torch.cuda.nvtx.range("{}", name) if torch.cuda.is_available() else nullcontext()
+    with torch.profiler.record_function(str(name)), nvtx:
+        yield
 
 
 def export_chrome_trace(prof: torch.profiler.profile, path: str | os.PathLike) -> Path:
@@ -126,8 +120,8 @@ def export_chrome_trace(prof: torch.profiler.profile, path: str | os.PathLike) -
 
 
 def _trace_text(prof) -> bytes:
-    if prof in _texts:
-        return zlib.decompress(_texts[prof])
+    if (kept := getattr(prof, "labs_trace", None)) is not None:  # Kineto writes a trace only once
+        return zlib.decompress(kept)
     if not hasattr(prof, "export_chrome_trace"):
         raise TypeError(f"expected a torch.profiler.profile, got {type(prof).__name__}.")
     with tempfile.TemporaryDirectory() as folder:
@@ -139,17 +133,10 @@ def _trace_text(prof) -> bytes:
                 "this profile holds nothing yet: end its `with` block first, and give a profile with a "
                 "schedule enough steps to reach its active ones."
             ) from error
-        except RuntimeError as error:
-            if "already saved" not in str(error):
-                raise
-            raise ValueError(
-                "torch writes a profile only once, and it has already written this one; use that file, or "
-                "write profiles with utils.export_chrome_trace, which may be called again."
-            ) from error
         text = raw.read_bytes()
     text = re.sub(rb'"host_name":\s*"[^"]*",?', b"", text, count=1)
     text = re.sub(rb'"traceName":\s*"[^"]*"\s*}\s*$', b'"traceName": "trace.json" }', text)
-    _texts[prof] = zlib.compress(text, 1)
+    prof.labs_trace = zlib.compress(text, 1)
     return text
 
 
@@ -162,8 +149,6 @@ def _load(trace) -> dict:
         raise ValueError(
             f"{trace} is not valid JSON ({error}): it was cut off or is not a Chrome trace; write the trace again."
         ) from error
-    if isinstance(record, list):  # the format's short form: the bare list of events
-        record = {"traceEvents": record}
     if not isinstance(record, dict) or not isinstance(record.get("traceEvents"), list):
         raise ValueError(f'{trace} is JSON but not a Chrome trace: it has no list "traceEvents".')
     return record
@@ -195,11 +180,6 @@ class Launched:
     operators: tuple[str, ...]  # names in the order of their first start
     kernels: tuple[str, ...]  # likewise: kernels, copies and fills
     launches: int = 0  # number of kernels, copies and fills, repeats included
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The kernels, or the operators if there was no GPU."""
-        return self.kernels or self.operators
 
 
 def launched(call: Callable[[], object]) -> Launched:

@@ -9,9 +9,9 @@ from typing import Any, Self
 import numpy as np
 
 from utils.benchmark import intervals as stats
-from utils.machine.environment import HARMLESS_REASONS
+from utils.machine.environment import held_back
 
-STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s")
+STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s", "roof_share")
 
 
 def _statistic(of: Callable[[Any], Any], meaning: str) -> property:
@@ -29,8 +29,7 @@ class Measurement:
     flops: float | None = None  # FLOPs of one call
     bytes: float | None = None  # bytes one call reads and writes
     dtype: str | None = None
-    roof_share: float | None = None  # time at the roof / median time; above 1 the counts are probably wrong
-    roof: dict | None = None  # the roofs behind roof_share
+    roof: dict | None = None  # the peaks behind roof_share
     method: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
 
@@ -53,6 +52,15 @@ class Measurement:
         return None if self.bytes is None else self.bytes / (self.median_ms * 1e6)
 
     @property
+    def roof_share(self) -> float | None:
+        """Time at the nearer roof / median time; above 1 the counts are probably wrong. None without roofs."""
+        if self.roof is None or not self.median_ms:
+            return None
+        compute_ms = self.flops / (self.roof["tflops"] * 1e9) if self.flops else 0.0
+        memory_ms = self.bytes / (self.roof["memory_bandwidth_tb_s"] * 1e9) if self.bytes else 0.0
+        return max(compute_ms, memory_ms) / self.median_ms
+
+    @property
     def over_roof(self) -> bool:
         """True if the function is faster than the roof allows: the counts, the cache state or the roof is wrong."""
         return self.roof_share is not None and self.roof_share > 1.0
@@ -65,13 +73,8 @@ class Measurement:
     def doubts(self) -> list[str]:
         """Name what makes the measurement doubtful: odd samples, a time beyond roof or floor, held back clocks, notes."""
         method, found = self.method, []
-        for name, words in (
-            ("outliers", "far above the others (outliers)"),
-            ("throttled", "taken while the GPU's clocks were held back"),
-            ("discarded", "left out, with the samples of the same rounds"),
-        ):
-            if count := method.get(name):
-                found.append(f"{count} sample{'s' * (count > 1)} {words}")
+        if count := method.get("outliers"):
+            found.append(f"{count} sample{'s' * (count > 1)} far above the others (outliers)")
         found += method.get("notes", [])
         if self.over_roof:
             found.append(
@@ -82,8 +85,7 @@ class Measurement:
             found.append(
                 f"as short as an empty call, which takes {format_ms(method['floor_ms'])} here: give the function more work"
             )
-        held = set((method.get("gpu_after") or {}).get("throttle_reasons") or ()) - HARMLESS_REASONS
-        if held:
+        if held := held_back(method.get("gpu_after")):
             found.append(f"clocks were held back after the timing: {', '.join(sorted(held))}")
         return found
 
@@ -95,11 +97,6 @@ class Measurement:
     @classmethod
     def from_dict(cls, record: dict) -> Self:
         """Return the measurement that `to_dict` wrote; the statistics are computed again from the samples."""
-        missing = {"samples_ms", "interval_ms"} - set(record)
-        if missing:
-            raise ValueError(
-                f"this is not a measurement: {', '.join(sorted(missing))} missing; write it with to_dict()."
-            )
         fields = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
         fields["samples_ms"] = tuple(float(value) for value in record["samples_ms"])
         fields["interval_ms"] = tuple(float(value) for value in record["interval_ms"])
@@ -145,7 +142,6 @@ class Comparison:
     a: Measurement
     b: Measurement
     same_within: float = 0.01
-    method: dict = field(default_factory=dict)
 
     def sentence(self) -> str:
         """Return the verdict in words."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,14 +65,17 @@ class Roofs:
             return machine_roofs(refresh=True)
         return self
 
+    def record(self, dtype: str | None) -> dict:
+        """Return what a measurement keeps of its roofs: their name, their origin and both peaks for this dtype."""
+        facts = {"name": self.name, "origin": self.origin, "dtype": dtype, "tflops": self.tflops.get(dtype or "")}
+        return facts | {"memory_bandwidth_tb_s": self.memory_bandwidth_tb_s}
+
     def ridge_point(self, dtype) -> float:
         """Return the arithmetic intensity in FLOPs/Byte at which the compute roof meets the memory roof."""
         return self.peak_tflops(dtype) / self.memory_bandwidth_tb_s
 
     def attainable_tflops(self, intensity: float, dtype) -> float:
         """Return the roof in TFLOP/s at an intensity in FLOPs/Byte: the lower of compute and memory roof."""
-        if not (math.isfinite(intensity) and intensity >= 0):
-            raise ValueError(f"An arithmetic intensity is a number of FLOPs/Byte, 0 or more, not {intensity!r}.")
         return min(self.peak_tflops(dtype), intensity * self.memory_bandwidth_tb_s)
 
     def peak_tflops(self, dtype) -> float:
@@ -120,12 +122,13 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     copy_bytes = _copy_bytes(target)
     timed = _timed_dtypes(target, names)
     calls = {name: _product(target, name, side) for name in timed}
-    calls["copy"] = _copy(target, copy_bytes)
+    source = torch.ones(copy_bytes // 4, dtype=torch.float32, device=target)
+    calls["copy"] = functools.partial(torch.empty_like(source).copy_, source)  # reads so many bytes and writes as many
 
     others = psutil.cpu_percent(interval=0.2) / 100  # while this process waits, all of it is other processes'
     # A GPU's first call loads libraries: it does not say how long a launch takes.
     warmup = 3 if target.type == "cuda" else 1
-    options = dict(warmup=warmup, iterations=_ROUNDS, max_seconds=_BUDGET_S, floor=False, device=target)
+    options = dict(warmup=warmup, iterations=_ROUNDS, max_seconds=_BUDGET_S, device=target)
     results = measure_together(list(calls.values()), labels=list(calls), **options)
     best_ms = {result.label: result.min_ms for result in results}
 
@@ -137,11 +140,10 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     reached = {name: 2 * side**3 / best_ms[name] / 1e9 for name in timed}
     if target.type == "cpu":
         reached["bf16"] = max(reached.get("bf16", 0.0), reached["fp32"])
-    tflops = {name: reached[name] for name in names}
     return Roofs(
         name=machine,
         origin="measured",
-        tflops=tflops,
+        tflops=reached,
         memory_bandwidth_tb_s=2 * copy_bytes / best_ms["copy"] / 1e9,
         detail=f"best of repeats: torch.mm of {side} x {side} matrices, copy of {copy_bytes / 1e6:.0f} MB "
         f"(read + written), torch {torch.__version__}; {len(results[0].samples_ms)} rounds"
@@ -201,12 +203,9 @@ def machine_roofs(refresh: bool = False) -> Roofs:
 
 def _copy_bytes(device: torch.device) -> int:
     """Return the size of the copy: large compared with the last-level cache, small compared with the free memory."""
+    free, cache = available_memory_bytes(device), last_level_cache_bytes() or 0
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
         cache = torch.cuda.get_device_properties(device).L2_cache_size
-    else:
-        free = available_memory_bytes()
-        cache = last_level_cache_bytes() or 0
     size = min(max(_COPY_BYTES[device.type], _MIN_COPY * cache), free // 4)
     if size < _MIN_COPY * cache:
         raise ValueError(
@@ -229,12 +228,6 @@ def _product(device: torch.device, name: str, side: int) -> Callable[[], torch.T
             return torch.mm(a, b, out=out)
 
     return product
-
-
-def _copy(device: torch.device, copy_bytes: int) -> Callable[[], torch.Tensor]:
-    """Return a call that copies `copy_bytes`: it reads that many bytes and writes as many."""
-    source = torch.ones(copy_bytes // 4, dtype=torch.float32, device=device)
-    return functools.partial(torch.empty_like(source).copy_, source)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from utils.benchmark import intervals as stats
 from utils.benchmark.cpu_timer import Call, CpuTimer
 from utils.benchmark.cuda_timer import CudaTimer
 from utils.benchmark.result import Measurement
-from utils.machine.environment import HARMLESS_REASONS, environment, gpu_state
+from utils.machine.environment import environment, gpu_state, held_back
 from utils.validation import whole_number
 
 MIN_SAMPLES = 3  # a time budget cuts no run below this, unless one call is over the budget
@@ -31,10 +31,6 @@ STEADY_HALF_WIDTH = 0.01
 # 0.61 was steady within 0.4%, one of 2560 at 0.70 was not.
 MOVING_POWER = 0.65
 FLOOR_MARGIN = 1.1  # a time within 10% of an empty call's cannot be distinguished from it
-
-DISCARDS = ("outliers", "throttled")
-
-Samples = list[list[float]]  # ms; one list for each function
 
 
 @dataclass(frozen=True)
@@ -58,9 +54,6 @@ class Timing:
         bytes: bytes read and written by one call, for `gb_s` and `roof_share`.
         roofs: a `Roofs`, such as `machine_roofs()`; a measured roof that a result exceeds is measured again.
         dtype: "fp16", "bf16", "fp32", "tf32" or "fp8": the peak among the roofs. Default: the dtype of the tensors.
-        floor: also time an empty call, and mark a result that is as short as an empty call.
-        discard: leave out "outliers" (see `intervals.outliers`), samples that were "throttled" (taken while the GPU's clocks
-            were held back), or both; the result says how many. They are counted in any case.
     """
 
     device: Any = None
@@ -75,8 +68,6 @@ class Timing:
     bytes: float | None = None
     roofs: Any = None
     dtype: Any = None
-    floor: bool = True
-    discard: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         whole_number("warmup", self.warmup, 0)
@@ -97,8 +88,6 @@ class Timing:
         for name, value in (("flops", self.flops), ("bytes", self.bytes)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is the count of one call, above 0, got {value!r}; None leaves it out.")
-        if isinstance(self.discard, str) or not set(self.discard) <= set(DISCARDS):
-            raise ValueError(f"discard is {self.discard!r}; it is a list of {' and '.join(map(repr, DISCARDS))}.")
 
     @property
     def cold(self) -> bool:
@@ -110,129 +99,66 @@ class Timing:
         """Whether device events are the clock."""
         return self.device.type == "cuda"
 
-    def make_timer(self) -> CpuTimer:
-        """Return the timer of the device."""
-        if self.on_gpu:
-            return CudaTimer(self.device, self.cold, self.graph, self.queue_ahead)
-        return CpuTimer(self.cold)
-
-
-class Budget:
-    """The wall time of a run: at most half is for warming up, shared by the functions; the rest is for samples."""
-
-    def __init__(self, seconds: float | None):
-        self.seconds = seconds
-        self.begin = time.perf_counter()
-
-    def used_s(self) -> float:
-        """Return the seconds since the run began."""
-        return time.perf_counter() - self.begin
-
-    def warm_up_deadline(self, functions: int) -> float | None:
-        """Return when the warm-up of the next of `functions` functions has to end, in perf_counter seconds."""
-        return None if self.seconds is None else time.perf_counter() + 0.5 * self.seconds / functions
-
-    def affordable(self, rounds: int, taken: int, round_s: float | None, calls: Sequence[Call]) -> int:
-        """Return how many of `rounds` more rounds, one sample of each function, to take now; 0 when the time is used up.
-
-        A round takes `round_s` of wall time; before the first it is None, and the warm-up is the estimate.
-        """
-        if self.seconds is None:
-            return rounds
-        if round_s is None:
-            run_ms = [call.run_ms for call in calls if call.run_ms is not None]
-            careful = len(run_ms) < len(calls) or sum(run_ms) / 1e3 > self.seconds
-            return min(rounds, 1 if careful else MIN_SAMPLES)
-        fitting = max(0, int((self.seconds - self.used_s()) / round_s))
-        if fitting:
-            fitting = max(1, fitting // 2)  # half at a time: the next rounds may take longer
-        return max(0, min(rounds, max(fitting, MIN_SAMPLES - taken if round_s <= self.seconds else 0)))
-
 
 def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
     """Time the calls, interleaved, on one timer: a Measurement of each, without its work and roof.
 
     `turns` are endless rounds, each with the order of the calls in it.
     """
-    budget = Budget(timing.max_seconds)
-    timer = timing.make_timer()
+    begin = time.perf_counter()
+    on_cpu = not timing.on_gpu
+    timer = CpuTimer(timing.cold) if on_cpu else CudaTimer(timing.device, timing.cold, timing.graph, timing.queue_ahead)
     gpu_before = gpu_state(timing.device) if timing.on_gpu else None
     with torch.cuda.device(timing.device if timing.on_gpu else -1):
-        prepared, warmed_up = [], []
+        prepared = []
         for call in calls:
-            deadline = budget.warm_up_deadline(len(calls))
-            call, done = timer.prepare(call, timing.warmup, timing.calls_per_sample, deadline)
-            prepared.append(call)
-            warmed_up.append(done)
+            deadline = time.perf_counter() + 0.5 * (timing.max_seconds or math.inf) / len(calls)
+            prepared.append(timer.prepare(call, timing.warmup, timing.calls_per_sample, deadline))
         alone = timing.on_gpu and len(calls) == 1
         spread = None
         if alone and isinstance(timer, CudaTimer) and timing.iterations >= stats.BLOCKS:
-            spread = Spread(timer, prepared[0], timing)
-        samples, throttled, stopped = _collect(timer, prepared, turns, timing, budget, spread)
-        samples, doubtful = leave_out(samples, throttled, timing.discard)
+            spread = spread_samples(timer, prepared[0], timing)
+        samples = _collect(timer, prepared, turns, timing, begin, spread)
         gpu_after = gpu_state(timing.device) if timing.on_gpu else None
-        floors = [timer.floor_ms(call) if timing.floor else None for call in prepared]
-    seconds = budget.used_s()
-    measurements = []
-    for call, done, times, floor_ms, counted in zip(prepared, warmed_up, samples, floors, doubtful, strict=True):
-        notes = [*timer.notes, *call.notes]
-        if done < timing.warmup:
-            notes.append(f"the time budget cut the warm-up to {done} of {timing.warmup} calls")
+        floors = [timer.floor_ms(call) for call in prepared]
+    seconds = time.perf_counter() - begin
+    stopped = f"all {timing.iterations} iterations done"
+    if len(samples[0]) < timing.iterations:
+        stopped = f"time budget of {timing.max_seconds:g} s used after {len(samples[0])} of {timing.iterations} samples"
+    measurements, facts = [], environment(timing.device)
+    for call, times, floor_ms in zip(prepared, samples, floors, strict=True):
+        notes = list(call.notes)
+        if call.warmed_up < timing.warmup:
+            notes.append(f"the time budget cut the warm-up to {call.warmed_up} of {timing.warmup} calls")
         median_ms = float(np.median(times))
         low, high = stats.repeat_interval(times)
         if alone:  # samples taken in turns with another function's are compared in pairs, which share the clocks
             low, high = min(low, median_ms * (1 - STEADY_HALF_WIDTH)), max(high, median_ms * (1 + STEADY_HALF_WIDTH))
-        if spread is not None and spread.moving:
-            notes.append("the GPU's clocks moved; `compare` times two functions at the same clocks")
         method = {
             **timer.describe(call),
             "device": str(timing.device),
-            "warmup": done,
+            "warmup": call.warmed_up,
             "samples": len(times),
-            "calls_per_sample": call.calls_per_sample,
-            "calls": call.calls,
+            "calls_per_sample": call.calls_per_run * call.runs_per_sample,
             "l2": timing.l2,
             "graph": timing.graph,
             "stopped": stopped,
-            "cut_by_time_budget": stopped.startswith("time budget"),
             "floor_ms": floor_ms,
-            "below_floor": None if floor_ms is None else median_ms <= FLOOR_MARGIN * floor_ms,
+            "below_floor": median_ms <= FLOOR_MARGIN * floor_ms,
             "seconds": seconds,
-            **counted,
+            "outliers": len(stats.outliers(times)),
             "gpu_before": gpu_before,
             "gpu_after": gpu_after,
             "notes": notes,
         }
-        facts = environment(timing.device)
         measurements.append(Measurement(tuple(times), (low, high), call.label, method=method, environment=facts))
     return measurements
-
-
-def leave_out(samples: Samples, throttled: Sequence[bool], discard: Sequence[str]) -> tuple[Samples, list[dict]]:
-    """Leave the rounds out that `discard` names; return the samples, and of each function what was counted.
-
-    A round is left out for all functions, so that pairs stay pairs. If fewer than half of the rounds would stay, they are
-    not the exception, and all of them are kept.
-    """
-    far, slow = [stats.outliers(times) for times in samples], [i for i, held in enumerate(throttled) if held]
-    rounds = {"outliers": {i for indices in far for i in indices}, "throttled": set(slow)}
-    dropped = {i for name in discard for i in rounds[name]}
-    if len(dropped) > len(samples[0]) // 2:
-        dropped = set()
-    kept = [[ms for i, ms in enumerate(times) if i not in dropped] for times in samples]
-    shared = {"throttled": len(slow), "discarded": len(dropped)}
-    return kept, [{"outliers": len(indices)} | shared for indices in far]
-
-
-def held_back(state: dict) -> bool:
-    """Whether a GPU in this state has its clocks held back, by power, heat or somebody's setting."""
-    return bool(set(state.get("throttle_reasons") or ()) - HARMLESS_REASONS)
 
 
 def clocks_move(state: dict) -> bool:
     """Whether a GPU in this state is held back, below its highest clock, or near its power limit."""
     if state.get("throttle_reasons"):
-        return held_back(state)
+        return bool(held_back(state))
     clock, highest = state.get("sm_clock_mhz"), state.get("sm_clock_max_mhz")
     if clock and highest and clock < highest:
         return True
@@ -240,37 +166,22 @@ def clocks_move(state: dict) -> bool:
     return bool(power and limit and power >= MOVING_POWER * limit)
 
 
-class Spread:
-    """Spreads the samples of a function that is timed alone over time, with the GPU at the same work in between."""
-
-    def __init__(self, timer: CudaTimer, call: Call, timing: Timing):
-        self.timer, self.call, self.timing = timer, call, timing
-        self.moving = False  # whether the clocks moved at any time
-        self.throttled = False  # whether they were held back when they were last read
-        self.taken = 0
-        self.last = time.perf_counter()
-
-    def sample(self) -> float:
-        """Keep the GPU at work until the next sample is due, and take it; after `iterations` samples it is due at once."""
-        timing, call = self.timing, self.call
-        if self.taken % max(1, timing.iterations // stats.BLOCKS) == 0:
-            state = gpu_state(timing.device)
-            self.moving, self.throttled = self.moving or clocks_move(state), held_back(state)
-        step_s = 0.0
-        if self.taken < timing.iterations:
-            seconds = MOVING_S if self.moving else STEADY_S
-            if timing.max_seconds is not None:
-                seconds = min(seconds, 0.25 * timing.max_seconds)
-            step_s = seconds / timing.iterations
+def spread_samples(timer: CudaTimer, call: Call, timing: Timing) -> Iterator[float]:
+    """Yield samples of a function that is timed alone, spread over time, with the GPU at the same work in between."""
+    moving, last = False, time.perf_counter()
+    for taken in itertools.count():
+        looks = not moving and taken % max(1, timing.iterations // stats.BLOCKS) == 0
+        if looks and (moving := clocks_move(gpu_state(timing.device))):
+            call.notes.append("the GPU's clocks moved; `compare` times two functions at the same clocks")
+        seconds = min(MOVING_S if moving else STEADY_S, 0.25 * (timing.max_seconds or math.inf))
         # The spin before a burst lets the GPU rest, longer on a slow host, and at its power limit it is faster afterwards:
         # by up to 10%. So the work in between has none, and of a short burst the last sample counts.
         sample_s = (call.run_ms or 0.0) * call.runs_per_sample / 1e3
-        if (rest := self.last + step_s - BURST * sample_s - time.perf_counter()) > 0:
-            self.timer.work(call, rest)
-        sample_ms = self.timer.sample([call] * BURST)[-1]
-        self.last = time.perf_counter()
-        self.taken += 1
-        return sample_ms
+        if (rest := last + seconds / timing.iterations - BURST * sample_s - time.perf_counter()) > 0:
+            timer.work(call, rest)
+        sample_ms = timer.sample([call] * BURST)[-1]
+        last = time.perf_counter()
+        yield sample_ms
 
 
 def _collect(
@@ -278,37 +189,27 @@ def _collect(
     calls: list[Call],
     turns: Iterator[Sequence[int]],
     timing: Timing,
-    budget: Budget,
-    spread: Spread | None,
-) -> tuple[Samples, list[bool], str]:
-    """Take samples of all calls until they are enough or out of time.
-
-    Returns:
-        The samples, whether the GPU's clocks were held back in each round, and why it ended.
-    """
-    samples: Samples = [[] for _ in calls]
-    throttled: list[bool] = []
-    round_s = None  # wall time of one sample of each call, flush and synchronization included
-    while (taken := len(samples[0])) < timing.iterations:
-        rounds = budget.affordable(timing.iterations - taken, taken, round_s, calls)
-        if rounds == 0:
-            return (
-                samples,
-                throttled,
-                f"time budget of {budget.seconds:g} s used after {taken} of {timing.iterations} samples",
-            )
-        begin = time.perf_counter()
+    begin: float,
+    spread: Iterator[float] | None,
+) -> list[list[float]]:
+    """Take samples of all calls until they are enough, or until the time budget is used up, counted from `begin`."""
+    samples: list[list[float]] = [[] for _ in calls]
+    round_s = 0.0
+    while (wanted := timing.iterations - (taken := len(samples[0]))) > 0:
+        rounds = wanted
+        if timing.max_seconds is not None:
+            fitting = int((timing.max_seconds - (time.perf_counter() - begin)) / round_s) if taken else 1
+            fitting = max(min(fitting, 1), fitting // 2)  # half at a time: the next rounds may take longer
+            least = MIN_SAMPLES - taken if taken and round_s <= timing.max_seconds else 0
+            rounds = min(wanted, max(fitting, least))
+        if rounds <= 0:
+            break
+        began = time.perf_counter()
         if spread is not None:
-            for _ in range(rounds):
-                samples[0].append(spread.sample())
-                throttled.append(spread.throttled)
+            samples[0] += itertools.islice(spread, rounds)
         else:
-            clocks_matter = timing.on_gpu and "throttled" in timing.discard
-            if clocks_matter:  # they are read after each tenth of the rounds
-                rounds = min(rounds, max(1, timing.iterations // stats.BLOCKS))
             order = [index for turn in itertools.islice(turns, rounds) for index in turn]
             for index, ms in zip(order, timer.sample([calls[index] for index in order]), strict=True):
                 samples[index].append(ms)
-            throttled += [clocks_matter and held_back(gpu_state(timing.device))] * rounds
-        round_s = max((time.perf_counter() - begin) / rounds, 1e-9)
-    return samples, throttled, f"all {timing.iterations} iterations done"
+        round_s = max((time.perf_counter() - began) / rounds, 1e-9)  # of wall time, flush and synchronization included
+    return samples

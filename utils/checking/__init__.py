@@ -22,7 +22,6 @@ from utils.checking.watching import (
     DERIVATIVES,
     FUSED_ATTENTION,
     GELU,
-    LOOKUPS,
     MATMUL,
     SOFTMAX,
     OperationWatch,

@@ -29,17 +29,11 @@ def _library_folders(search_path: list[str]) -> tuple[str, ...]:
 
 _LIBRARIES = _library_folders(sys.path)  # as it was before any of a student's code could change the path
 
-# Where libraries and the course hold formulas written out in Python: whoever calls those has not written them.
-_TORCH = os.path.realpath(os.path.dirname(torch.__file__)) + os.sep
-_IN_TORCH = (
-    *("_refs", "_prims", "_decomp", "_inductor", "_higher_order_ops", os.path.join("nn", "attention")),
-    *("ao", "onnx", "testing", "masked", "distributed", "sparse", "distributions"),
-)
-_MODELS = ("transformers", "diffusers", "flash_attn", "xformers", "timm", "liger_kernel", "torchao", "torchtune", "fla")
+# Where torch and the course hold attention and its parts written out in Python: whoever calls those has not written them.
+_PACKAGES = os.path.dirname(os.path.realpath(os.path.dirname(torch.__file__))) + os.sep
 _FORMULAS = (
-    *((_TORCH + part + os.sep, os.path.dirname(_TORCH[:-1]) + os.sep) for part in _IN_TORCH),
-    *((folder + name + os.sep, folder) for folder in _LIBRARIES for name in _MODELS),
-    *((str(ROOT / "utils" / part) + os.sep, str(ROOT) + os.sep) for part in ("attention", "kernels", "model", "bench")),
+    os.path.join(_PACKAGES, "torch", "nn", "attention", ""),
+    *(os.path.join(ROOT, "utils", part, "") for part in ("attention", "kernels", "model", "bench")),
 )
 # Masks and score modifiers, which the labs hand out.
 _HANDED_OUT = tuple(str(ROOT / "utils/attention/masks" / name) for name in ("mask_mods.py", "score_mods.py"))
@@ -49,9 +43,8 @@ _HANDED_OUT = tuple(str(ROOT / "utils/attention/masks" / name) for name in ("mas
 def _owner(file: str) -> str:
     """Return "student", the file of a library's or the course's formulas, or "" for what lies between the two."""
     path = os.path.realpath(file) if os.path.isabs(file) else file  # a name such as <cell 3> stays
-    for folder, above in _FORMULAS:
-        if path.startswith(folder) and path not in _HANDED_OUT:
-            return path.removeprefix(above)
+    if path.startswith(_FORMULAS) and path not in _HANDED_OUT:
+        return path.removeprefix(_PACKAGES).removeprefix(os.path.join(ROOT, ""))
     made = file.startswith(("<frozen", "<__array", "<eval_with_key", "<tests of "))  # the last: test cells, when graded
     return "" if made or path.startswith((*_COURSE, *_LIBRARIES)) else "student"
 

@@ -4,23 +4,11 @@
     def gemm_naive(gemm_naive, seed=None):
         expect_close(gemm_naive(a, b), a @ b, ...)  # this call, as every other one, keeps to the rule or fails
 
-A list of forbidden words in the source misses `F.linear`, `getattr(torch, "mat" + "mul")` and a helper defined in another
-cell, and it refuses an `if DEBUG:` that never runs. Here the code runs under modes of torch instead, and only what runs
-counts. The dispatch mode sees every operator below autograd: `a @ b` and `F.linear` as `aten.mm`, `einsum` as `aten.bmm`,
-a 1 x 1 convolution as `aten.convolution`. The function mode sees the calls above it, and with them the ways out of torch:
-`.numpy()`, `np.asarray(t)`, `.tolist()`, DLPack. Nobody can see what NumPy does afterwards, so the watch
-reports that a tensor's numbers left torch; single numbers may.
-
-Of other machinery it sees:
-
-| code under the watch                | recorded                                                                |
-|-------------------------------------|-------------------------------------------------------------------------|
-| `torch.compile`d function           | its operators: torch runs it eagerly while a dispatch mode is on        |
-| `torch.inference_mode`              | composite operators, such as `matmul`, whole                            |
-| operator of `torch.library`, C++    | its name, in `custom`: its inside runs below the watch                  |
-| higher-order operator               | the same, and in `operations`: `flex_attention`, `cond`                 |
-| a library's Python implementation   | its operators, and in `borrowed` whose code ran them                    |
-| another thread                      | nothing                                                                 |
+The code runs under modes of torch, and only what runs counts. The dispatch mode sees every operator below autograd: `a @ b`
+and `F.linear` as `aten.mm`, `einsum` as `aten.bmm`, a compiled function's, and under `inference_mode` composite ones such as
+`matmul`, whole. The function mode sees the calls above it, and with them the ways out of torch: `.numpy()`, `.tolist()`,
+DLPack; single numbers may leave. Below the watch run the insides of custom and higher-order operators (`custom` has their
+names) and other threads, of which it sees nothing.
 """
 
 from __future__ import annotations
@@ -88,9 +76,6 @@ _PRODUCTS = r"""
 MATMUL = Family("matrix product, convolution or attention of torch", " ".join((_PRODUCTS, *FUSED_ATTENTION)))
 SOFTMAX = Family("softmax or logsumexp of torch", r"\w*softmax\w* \w*logsumexp\w* logcumsumexp softmin")
 GELU = Family("GELU of torch", r"\w*gelu\w*")
-LOOKUPS = Family(
-    "look-up in a table", r"gather take take_along_dim index_select searchsorted bucketize embedding grid_sample\w*"
-)
 DERIVATIVES = Family("derivative by torch", "autograd")
 
 # Operators that compute nothing: they make tensors, look at them in other shapes, or carry values from place to place.

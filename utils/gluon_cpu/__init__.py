@@ -1,11 +1,11 @@
-"""Run Gluon kernels on a CPU, as a teacher: what they compute, when they deadlock, where they race.
+"""Run Gluon and Triton kernels on a CPU, as a teacher: what they compute, when they deadlock, where they race.
 
     with gluon_cpu.simulate(timeline=True) as run:
-        kernel[grid](a, b, c, num_warps=4)      # the unchanged @gluon.jit kernel, CPU tensors
+        kernel[grid](a, b, c, num_warps=4)      # the unchanged kernel, CPU tensors
     run.events, run.plot()
 
 How it works:
-- The kernel's own source runs as Python (interpreter.py). Each call is looked up in a table of known functions
+- The kernel's own source runs as Python (rewriting.py, interpreter.py). Each call is looked up in a table of known functions
   (known.py) and done on NumPy data (language.py, tensors.py, global_memory.py, ...), by Triton's rules for types and
   layouts. Programs run one after another.
 - Partitions of warp_specialize are threads of which one runs at a time; they switch where they synchronize
@@ -15,7 +15,7 @@ How it works:
 - Bugs are found by order, not by luck. Every partition, barrier and queue has a component in a vector clock
   (context.py), and a phase of a barrier passes on what those who arrived knew (barriers.py). An access to shared memory
   must come after all accesses that it conflicts with, and a fence must lie between an ordinary and an asynchronous one
-  (memory.py). So a read before its TMA copy is a race in every run, even if the copy was fast. If everybody waits and
+  (accesses.py). So a read before its TMA copy is a race in every run, even if the copy was fast. If everybody waits and
   nothing is under way, that is a deadlock.
 - Each buffer has memory of its own. That the compiler may give it to a later buffer is checked by time (reuse.py).
 - Layouts are Triton's own objects; the rules of wgmma, TMA and cp.async are checked (products.py, layouts.py).

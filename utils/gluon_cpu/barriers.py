@@ -10,7 +10,6 @@ the layout say which blocks share one. All of a group arrive at it, and its firs
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from triton.experimental.gluon.language.nvidia import ampere, hopper
@@ -248,7 +247,7 @@ def come_to_named_barrier(number: int, threads: int, waits: bool) -> None:
     if waits:
         wait(barrier, parity, block)
     else:
-        _spend_barrier(barrier.name)
+        spend_barrier(barrier.name)
 
 
 # ---- what kernels call -------------------------------------------------------------------------------------------
@@ -348,7 +347,7 @@ def expect(mbarrier, bytes=None, pred=True, bytes_per_cta=None, from_cta=None) -
             barrier.bytes += n
             barrier.announced += n
             barrier.arrive(1, f"mbarrier.expect of {n} bytes", block)
-        _spend_barrier(mbarrier.label)
+        spend_barrier(mbarrier.label)
 
 
 @known(of=MODULES)
@@ -359,7 +358,7 @@ def arrive(mbarrier, *, count=1, pred=True, from_cta=None) -> None:
         context.program().reschedule()
         for barrier, block in zip(barriers_of(mbarrier, "mbarrier.arrive"), _senders(from_cta), strict=True):
             barrier.arrive(count, "mbarrier.arrive", block)
-        _spend_barrier(mbarrier.label)
+        spend_barrier(mbarrier.label)
 
 
 @known("wait", of=MODULES)
@@ -377,7 +376,8 @@ def wait_barrier(mbarrier, phase, pred=True, deps=()) -> None:
                 wait(barrier, int(parity), block)
 
 
-def _spend_barrier(label: str) -> None:
+def spend_barrier(label: str) -> None:
+    """Spend the model's time of an instruction on a barrier."""
     program = context.program()
     program.spend(program.model.barrier, "barrier", label)
 
@@ -387,59 +387,4 @@ def fence_async_shared(cluster=False) -> None:
     """Make all ordinary accesses that this partition knows of visible to the async proxy."""
     for block in context.partition().blocks:
         join(block.fenced, block.clock)
-    _spend_barrier("fence")
-
-
-# ---- clusters ----------------------------------------------------------------------------------------------------
-
-
-@known(of=MODULES)
-def fence_init_release_cluster() -> None:
-    """Make the mbarriers that were initialized so far visible to the cluster, for whoever meets at its barrier next."""
-    for block in context.partition().blocks:
-        join(block.inits, {component: count for component, count in block.clock.items() if component[0] == "init"})
-
-
-CLUSTER = versions.cluster_modules()
-
-
-@known("arrive", of=CLUSTER)
-def cluster_arrive(relaxed=False) -> None:
-    """Arrive at the cluster's barrier; a relaxed arrival passes on nothing but fenced initializations."""
-    program = context.program()
-    if program.num_ctas == 1:
-        refuse("kernel", "cluster.arrive needs a cluster: the compiler refuses it unless num_ctas is 2 or more.")
-    if program.cluster_arrival is not None:
-        refuse("barrier", "cluster.arrive: the barrier has been arrived at already; cluster.wait comes first.")
-    program.check_outside_of_partitions("cluster.arrive")
-    relaxed = constant(relaxed, "relaxed")
-    program.cluster_arrival = [
-        Knowledge(dict(block.inits), {}) if relaxed else block.copy() for block in program.partition.blocks
-    ]
-    _spend_barrier("cluster")
-
-
-@known("wait", of=CLUSTER)
-def cluster_wait() -> None:
-    """Wait until all blocks have arrived at the cluster's barrier."""
-    program = context.program()
-    if program.cluster_arrival is None:
-        refuse("barrier", "cluster.wait waits for ever: cluster.arrive() comes first.")
-    for block in program.partition.blocks:
-        for known_there in program.cluster_arrival:
-            block.learn(known_there)
-    program.cluster_arrival = None
-    _spend_barrier("cluster")
-
-
-@known("barrier", of=CLUSTER)
-def cluster_barrier(relaxed=False) -> None:
-    """Let the blocks of the cluster meet."""
-    if constant(relaxed, "relaxed"):
-        context.program().check_outside_of_partitions("cluster.barrier")
-        blocks = context.partition().blocks
-        for block, other in itertools.product(blocks, blocks):
-            join(other.clock, block.inits)
-    else:
-        context.program().meet("cluster.barrier")
-    _spend_barrier("cluster")
+    spend_barrier("fence")

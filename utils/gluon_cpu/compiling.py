@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from utils.kernels import offline
-from utils.kernels.warm_process import Ended, ForkedProcess, WarmProcess, serve
+from utils.kernels.warm_process import WarmProcess
 from utils.machine import versions
 
 # What to look for in SASS, by what it does.
@@ -94,7 +93,7 @@ class Request:
 
 
 class CompilerRefusal(Exception):
-    """The compiler refuses a kernel; the message is what it wrote to stderr."""
+    """The compiler refuses a kernel; the message is what it wrote."""
 
 
 def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 120.0) -> Compiled | None:
@@ -108,11 +107,11 @@ def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 1
     Raises:
         CompilerRefusal: the kernel does not compile.
     """
-    text = json.dumps({"path": str(write_source(request.source, request.file)), **asdict(request), "figures": figures})
-    ended = _run(text, timeout)
+    path = write_source(request.source, request.file)
+    ended = PROCESS.run({"path": str(path), **asdict(request), "figures": figures}, timeout)
     if ended.status:
-        raise CompilerRefusal(ended.complaints)
-    return Compiled(**json.loads(ended.printed.splitlines()[-1])) if figures else None
+        raise CompilerRefusal(ended.words)
+    return Compiled(**ended.answer) if figures else None
 
 
 # ---- the child ---------------------------------------------------------------------------------------------------
@@ -126,49 +125,21 @@ def warm_up() -> None:
     triton_key()  # reads all of Triton: most of a second
 
 
-def _may_fork() -> bool:
-    """Whether this process has one thread only: a fork has no other, and a lock that one held would stay locked."""
-    try:
-        return len(os.listdir("/proc/self/task")) == 1
-    except OSError:
-        return False
-
-
-def _run(text: str, timeout: float) -> Ended:
-    """Answer a request in a fork of this process where that is safe, in a fork of the process beside it elsewhere."""
-    with tempfile.TemporaryDirectory(prefix="compile-") as folder:
-        Path(folder, "request.json").write_text(text, encoding="utf-8")
-        if not _may_fork():
-            return PROCESS.run(folder, timeout)
-        warm_up()
-        return ForkedProcess(_answer_in).run(folder, timeout)
-
-
-def _answer_in(folder: str) -> None:
-    # A fork has the streams of its parent, which may be a notebook's or a test's.
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
-    answer(Path(folder, "request.json").read_text(encoding="utf-8"))
-
-
-def answer(text: str) -> None:
-    """Compile what a request asks for and print the result, the fields of `Compiled` or null, as one line of JSON."""
-    warm_up()
-    request = json.loads(text)
+def answer(request: dict) -> dict | None:
+    """Compile what a request asks for; return the fields of `Compiled`, or None if it asks for no figures."""
     kernel = getattr(import_file(Path(request["path"])), request["kernel"])
     given = ("signature", "constants", "aligned", "num_warps", "capability")
     built = offline.compile_gluon(kernel, *(request[name] for name in given))
-    compiled = None
-    if request["figures"]:
-        read = offline.read_assembly(built, kernel.fn.__name__)
-        counts = {what: read.count(pattern) for what, pattern in INSTRUCTIONS.items()}
-        lines = {
-            "PTX": _by_line(read.ptx, request["file"], READABLE["PTX"]),
-            "SASS": _by_line(offline.disassemble(built, lines=True), request["file"], READABLE["SASS"]),
-        }
-        columns = getattr(built.metadata, "tmem_size", 0) or 0
-        numbers = read.shared_bytes, read.registers, read.spill_bytes
-        compiled = asdict(Compiled(read.name, counts, *numbers, lines, columns))
-    print(json.dumps(compiled))
+    if not request["figures"]:
+        return None
+    read = offline.read_assembly(built, kernel.fn.__name__)
+    counts = {what: read.count(pattern) for what, pattern in INSTRUCTIONS.items()}
+    lines = {
+        "PTX": _by_line(read.ptx, request["file"], READABLE["PTX"]),
+        "SASS": _by_line(offline.disassemble(built.asm["cubin"], "-g"), request["file"], READABLE["SASS"]),
+    }
+    numbers = read.shared_bytes, read.registers, read.spill_bytes
+    return asdict(Compiled(read.name, counts, *numbers, lines, read.columns))
 
 
 def _by_line(assembly: str, file: str, pattern: str) -> dict[str, list[str]]:
@@ -224,7 +195,7 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-PROCESS = WarmProcess("utils.gluon_cpu.compiling")
+PROCESS = WarmProcess("utils.gluon_cpu.compiling", warm_up, answer)
 
 if __name__ == "__main__":
-    serve(warm_up, _answer_in)
+    PROCESS.serve()

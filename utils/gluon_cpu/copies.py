@@ -12,11 +12,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, blackwell, hopper
 
 from . import context, layouts
+from .accesses import access, is_over
 from .barriers import is_true, own_barriers
 from .context import Knowledge, join, refuse, report
 from .global_memory import addresses, read_kept
 from .known import constant, known, number
-from .memory import MemDesc, access, is_over
+from .memory import MemDesc
 from .reports import Site
 from .tensors import Tensor
 

@@ -15,7 +15,6 @@ from . import context, layouts
 from .context import refuse
 from .dtypes import HELD_WIDER, TORCH, from_bits, is_int, numpy_type, round_to, to_bits
 from .known import constant, known, number
-from .memory import UPDATES
 from .tensors import Shape, Tensor, broadcast_layout, to_tensor
 
 
@@ -121,7 +120,7 @@ def load(
     eviction_policy="",
     volatile=False,
 ):
-    """Load elements by their addresses; masked ones are `other`, or zero."""
+    """Load elements by their addresses; masked ones are `other`, or NaN, because a GPU leaves them undefined."""
     offsets, keep, layout = addresses(pointer, mask, "gl.load")
     program = context.program()
     dtype = pointer.dtype.element_ty
@@ -133,6 +132,8 @@ def load(
         if not keep.all():
             wide = np.asarray(other.data, dtype=np.int64 if is_int(dtype) else np.float64)
             values = np.where(keep, values, round_to(wide, dtype))
+    elif not is_int(dtype) and not keep.all():
+        values = np.where(keep, values, np.asarray(np.nan, values.dtype))
     _spend(program.model.global_latency, "load", pointer, offsets, keep, layout)
     return Tensor(values if values.ndim else values.item(), dtype, layout)
 
@@ -201,6 +202,8 @@ def _combine(what: str, update, pointer, mask, *operands) -> Tensor:
     return Tensor(old if old.ndim else old.item(), dtype, layout)
 
 
+UPDATES = {"add": np.add, "max": np.maximum, "min": np.minimum, "xchg": lambda old, new: new}
+UPDATES |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 for _name, _update in UPDATES.items():
     known(f"atomic_{_name}")(
         lambda pointer, val, mask=None, sem=None, scope=None, what=f"gl.atomic_{_name}", update=_update: _combine(

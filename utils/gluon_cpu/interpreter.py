@@ -17,154 +17,14 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from utils.machine import versions
-
-from . import barriers, context, copies, language, layouts, ptx, reductions, tcgen05  # noqa: F401 (they fill the table)
+from . import clusters, context, copies, language, layouts, ptx, reductions, tcgen05  # noqa: F401 (they fill the table)
 from .aggregates import Aggregate, is_instance
 from .context import refuse
 from .known import TABLE, advice, meaning, once_for_constants, unwrap
 from .memory import MemDesc
 from .products import finished_tensor
+from .rewriting import rewrite_body
 from .tensors import NUMBERS, Tensor, to_tensor
-
-# ---- rewriting ---------------------------------------------------------------------------------------------------
-
-
-class _Rewriter(ast.NodeTransformer):
-    """Calls, assignments, loops and constexpr globals go through the functions of RUNTIME."""
-
-    def __init__(self, names: dict):
-        self.names = names  # the values of the function's global names
-        # Memory has the name that the kernel gives it, not that of a variable in one of Triton's own helpers.
-        self.names_memory = not str(names.get("__name__", "")).startswith("triton.")
-        self.loops = 0
-
-    def visit_Call(self, node):
-        refused = unnamed_layouts(node, self.names) if versions.layouts_need_names() else []
-        self.generic_visit(node)
-        for argument in refused:
-            argument.value = _at(_runtime_call("unnamed_layout", argument.value), argument)
-        node.keywords = [keyword for keyword in node.keywords if keyword.arg not in ("_semantic", "_generator")]
-        node.func = _at(_runtime_call("find", node.func), node)
-        return node
-
-    def visit_Attribute(self, node):
-        self.generic_visit(node)
-        if node.attr == "value" and isinstance(node.ctx, ast.Load):
-            return _at(_runtime_call("value", node.value), node)
-        return node
-
-    def visit_Name(self, node):
-        if isinstance(node.ctx, ast.Load) and isinstance(self.names.get(node.id), gl.constexpr):
-            return _at(_runtime_call("unwrap", node), node)
-        return node
-
-    def visit_Assign(self, node):
-        self.generic_visit(node)
-        label = node.targets[0].id if self.names_memory and isinstance(node.targets[0], ast.Name) else ""
-        kind = "layout" if _makes_a_layout(node.value) else "assign"
-        node.value = _at(_runtime_call(kind, node.value, ast.Constant(label)), node)
-        return node
-
-    def visit_AugAssign(self, node):
-        self.generic_visit(node)
-        target = _name(node.target.id) if isinstance(node.target, ast.Name) else node.target
-        value = _runtime_call("assign", ast.BinOp(target, node.op, node.value), ast.Constant(""))
-        return _at(ast.Assign([node.target], value), node)
-
-    def visit_AnnAssign(self, node):
-        self.generic_visit(node)
-        if node.value is None:
-            return _at(ast.Pass(), node)
-        kind = "constexpr" if "constexpr" in ast.unparse(node.annotation) else "assign"
-        label = node.target.id if isinstance(node.target, ast.Name) else ""
-        before = [_name(node.unrolled)] if kind == "constexpr" and hasattr(node, "unrolled") else []
-        return _at(ast.Assign([node.target], _runtime_call(kind, node.value, ast.Constant(label), *before)), node)
-
-    def visit_For(self, node):
-        unrolled = isinstance(node, ast.For) and "static_range" in ast.unparse(node.iter)
-        carried = [] if unrolled else _assigned(node.body)
-        self.loops += 1
-        state = f"__gluon_loop_{self.loops}"
-        for statement in node.body if unrolled else ():
-            statement.unrolled = state
-        self.generic_visit(node)
-        node.body.insert(0, _at(ast.Expr(_runtime_call("step")), node))
-        if unrolled:
-            return [_at(ast.Assign([ast.Name(state, ast.Store())], _runtime_call("names")), node), node]
-        # The names that are compile-time constants when the loop begins must not be run-time values after a turn of it.
-        before = _runtime_call("constants", _locals(), ast.Constant(tuple(carried)))
-        node.body.insert(0, _at(ast.Expr(_runtime_call("check_constants", _name(state), _locals())), node))
-        if isinstance(node, ast.While):
-            turn = _runtime_call("turn", _name(state), _locals(), ast.Constant(tuple(carried)))
-            node.body.insert(0, _at(ast.Expr(turn), node))
-        after = _at(ast.Expr(_runtime_call("check_constants", _name(state), _locals())), node)
-        return [_at(ast.Assign([ast.Name(state, ast.Store())], before), node), node, after]
-
-    visit_While = visit_For
-
-
-def _assigned(body: list[ast.stmt]) -> list[str]:
-    """Names to which statements assign run-time values."""
-    targets = [
-        target
-        for statement in body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Assign | ast.AugAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    ]
-    names = [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
-    return list(dict.fromkeys(names))
-
-
-def _makes_a_layout(node: ast.expr) -> bool:
-    """Whether an expression is the call of a layout's class, such as `gl.BlockedLayout(...)`."""
-    # The function of a call is our own call of `find`, whose argument it is.
-    function = node.func.args[0] if isinstance(node, ast.Call) and isinstance(node.func, ast.Call) else None
-    return getattr(function, "attr", getattr(function, "id", "")).endswith("Layout")
-
-
-def unnamed_layouts(call: ast.Call, names: dict) -> list[ast.Attribute]:
-    """Return the arguments of a call that Triton 3.6 refuses: `x.type.layout`, given to a jit function without a name.
-
-    Args:
-        call: any call in a kernel's source.
-        names: the values of the kernel's global names; a callee that is not among them is passed over.
-    """
-    callee: ast.expr = call.func
-    path: list[str] = []
-    while isinstance(callee, ast.Attribute):
-        path.insert(0, callee.attr)
-        callee = callee.value
-    if not isinstance(callee, ast.Name) or callee.id not in names:
-        return []
-    function = functools.reduce(lambda value, part: getattr(value, part, None), path, names[callee.id])
-    if not isinstance(function, JITFunction):
-        return []
-    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    return [a for a in arguments if isinstance(a, ast.Attribute) and ".type.layout" in ast.unparse(a)]
-
-
-def _name(name: str) -> ast.Name:
-    return ast.Name(name, ast.Load())
-
-
-def _locals() -> ast.Call:
-    return ast.Call(_name("locals"), [], [])
-
-
-def _runtime_call(name: str, *arguments: ast.expr) -> ast.Call:
-    return ast.Call(_name(f"__gluon_{name}"), list(arguments), [])
-
-
-def _at(new, old):
-    """Give a new node the line of the one that it replaces; parts of it that come from the source keep their own."""
-    if not hasattr(new, "lineno"):
-        ast.copy_location(new, old)
-        for child in ast.iter_child_nodes(new):
-            _at(child, old)
-    return new
-
 
 _rewritten: dict = {}
 
@@ -187,7 +47,7 @@ def rewrite(jit) -> tuple:
         n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     }
     names = {k: v for k, v in {**original.__globals__, **closure}.items() if k not in local}
-    function.body = _Rewriter(names).visit(ast.Module(function.body, [])).body
+    function.body = rewrite_body(function.body, names)
     # A function around it holds what the rewritten code calls, and the variables of the original's closure.
     # In there the function has a name that no kernel uses: by its own name, the body of a method `load` would find the
     # method itself where the kernel calls a global function `load`.
@@ -359,6 +219,8 @@ TABLE |= {
     abs: lambda x: meaning("abs")(x),
     isinstance: is_instance,
     gl.static_range: _static_range,
+    tl.static_range: _static_range,
+    tl.range: lambda *bounds, **hints: _range(*bounds),
     gl.constexpr: unwrap,
     tl.constexpr: unwrap,
     gl.tensor: lambda handle, type=None: finished_tensor(handle),  # in a builtin of a kernel's author

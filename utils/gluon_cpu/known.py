@@ -55,6 +55,7 @@ def _removed(name: str) -> Callable | None:
 
 # What to use in place of what the simulator does not know: part of the name in Triton -> advice.
 INSTEAD = {
+    "block_ptr": "Load and store by addresses: pointer + offsets, with a mask.",
     "im2col": "Copy plain tiles with a TensorDescriptor, or load elements by their addresses with gl.load.",
     "hopper.async_store": "Send the tile through global memory, or give it to the other block by gl.convert_layout.",
     "blackwell.": "That is Blackwell's; on Hopper the plain operators (+, -, *, gl.fma, gl.maximum) do the same.",

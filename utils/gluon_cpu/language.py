@@ -40,6 +40,8 @@ def arange(start, end, layout=None):
     """Return the integers [start, end)."""
     start, end = constant(start, "arange's start"), constant(end, "arange's end")
     layouts.check_block([end - start], f"gl.arange({start}, {end})")
+    run = context.program().run
+    run.longest = max(run.longest, end - start)
     layout = layouts.distributed(layout, [end - start], "gl.arange")
     return Tensor(np.arange(start, end, dtype=np.int32), gl.int32, layout)
 
@@ -75,6 +77,10 @@ for _name, _function in {
     "fdiv": lambda x, y, ieee_rounding=False: to_tensor(x) / y,
     "div_rn": lambda x, y: to_tensor(x) / y,
     "ravel": lambda x: x.reshape([x.numel]),
+    "trans": lambda input, *dims: input.trans(*dims),
+    "broadcast_to": lambda input, *shape: input.broadcast_to(*shape),
+    "view": lambda input, *shape: input.reshape(*shape),
+    "debug_barrier": lambda: None,
     "to_linear_layout": lambda layout, shape: layouts.linear(layout, constants(shape, "the shape")),
     "bank_conflicts": layouts.bank_conflicts,
     "multiple_of": lambda input, values=None: input,

@@ -1,51 +1,21 @@
-"""Shared memory: allocations, views of them, and who accessed what.
-
-Every access leaves a record: which bytes, read or write, through which proxy, and the event of a vector clock that
-says that it is over. A new access must come after every record that it overlaps, unless both read. If nothing puts
-them in order that is a race, whatever their order in this run. An asynchronous access after an ordinary one needs a
-fence as well.
-"""
+"""Shared memory: allocations and views of them, as kernels use them; who accessed what is in accesses.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from utils.machine import versions
-
 from . import context, layouts
+from .accesses import Access, access, capitalized
 from .context import Clock, refuse, report
-from .dtypes import numpy_type, round_to
+from .dtypes import numpy_type
 from .known import constant, constants, number
-from .reports import Site
 from .tensors import Shape, Tensor
 
 SHARED_BYTES = 232448  # what one block of an H100, an H200 or a B200 may use: 227 KiB
 COLUMNS = 512  # of Blackwell's tensor memory
-
-
-@dataclass(slots=True, eq=False)
-class Access:
-    """One access to shared memory; over for whoever's clock has `time` at `component`."""
-
-    key: tuple
-    view: np.ndarray
-    write: bool
-    asynchronous: bool  # through the async proxy: TMA and wgmma
-    component: tuple
-    time: int
-    what: str  # "the TMA copy into ring[1]"
-    site: Site
-    partition: str
-    block: int = 0  # of the cluster: whose shared memory it is
-    barrier: Any = None  # the MBarrier that tells of its end, and in which phase
-    phase: int = 0
-    covers: bool = True
-    settled: bool = False  # a read whose values a finished product has used: nothing of it is under way
 
 
 class Allocation:
@@ -92,27 +62,6 @@ class Allocation:
         if self.path and (not self.name or any(a.name == self.name and a is not self for a in others)):
             return self.path
         return self.name or f"shared memory of line {self.site.line}"
-
-
-_overlaps: dict[tuple, bool] = {}
-
-
-def _overlap(a: Access, key: tuple, view: np.ndarray) -> bool:
-    if a.key == key:
-        return True
-    if not np.may_share_memory(a.view, view):
-        return False
-    pair = (a.key, key, a.view.itemsize)
-    if pair not in _overlaps:
-        if len(_overlaps) > 50000:
-            _overlaps.clear()
-        _overlaps[pair] = bool(np.shares_memory(a.view, view))
-    return _overlaps[pair]
-
-
-def is_over(access: Access, clock: Clock) -> bool:
-    """Return whether someone with this clock knows that an access is over."""
-    return clock.get(access.component, 0) >= access.time
 
 
 class MemDesc:
@@ -334,32 +283,6 @@ class Rearranged(MemDesc):
     index = slice = permute = reshape = _reinterpret = reinterpret = store = gather = scatter = _refuse
 
 
-def _atomic_scatter(name: str, update) -> Callable:
-    """Return MemDesc.atomic_scatter_<name>, which combines values with elements along an axis and returns what was there."""
-
-    def scatter(self, values, indices, axis, mask=None) -> Tensor:
-        axis = constant(axis, f"atomic_scatter_{name}'s axis")
-        shape = np.broadcast_shapes(np.shape(values.data), indices.data.shape)
-        new, places = (np.broadcast_to(x.data, shape) for x in (values, indices))
-        keep = np.broadcast_to(True if mask is None else mask.data, shape)
-        self._check_places(Tensor(places[keep], indices.dtype, indices.layout), axis, f"atomic_scatter_{name}")
-        access(self, write=True, what=f"the atomic_scatter_{name} into {self.label}", covers=False)
-        old = np.zeros(shape, self.view.dtype)
-        for at in zip(*np.nonzero(keep), strict=True):  # one by one: a place may be there twice
-            place = (*at[:axis], places[at], *at[axis + 1 :])
-            old[at] = self.view[place]
-            self.view[place] = round_to(np.asarray(update(old[at], new[at])), self.dtype)
-        return Tensor(old, self.dtype, indices.layout)
-
-    return scatter
-
-
-UPDATES: dict[str, Callable] = {"add": np.add, "max": np.maximum, "min": np.minimum, "xchg": lambda old, new: new}
-UPDATES |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-for _name, _update in UPDATES.items():
-    setattr(MemDesc, f"atomic_scatter_{_name}", _atomic_scatter(_name, _update))
-
-
 def allocate(dtype, shape, layout, value=None) -> MemDesc:
     """Allocate shared memory, as gl.allocate_shared_memory does."""
     program = context.program()
@@ -374,174 +297,10 @@ def allocate(dtype, shape, layout, value=None) -> MemDesc:
     return desc
 
 
-def access(
-    desc: MemDesc,
-    *,
-    write: bool,
-    what: str,
-    asynchronous: bool = False,
-    queue: str = "",
-    time: int = 0,
-    barriers: list | None = None,
-    issuers: list[int] | None = None,
-    covers: bool = True,
-) -> tuple[Access, ...]:
-    """Check an access against all earlier ones, and remember it; in a cluster, each block accesses its own memory.
-
-    Args:
-        desc: the view.
-        write: whether it writes.
-        what: words for reports, "the TMA copy into ring[1]".
-        asynchronous: whether it goes through the async proxy, as TMA and wgmma do.
-        queue: the partition's queue whose count will say that it is over; "" for an ordinary instruction.
-        time: the count that says so.
-        barriers: the mbarrier of each block whose running phase tells of the end, if one does.
-        issuers: for the memory of each block, which block's instruction it is; by default its own.
-        covers: whether it touches every element of the view.
-
-    Returns:
-        The access of each block.
-    """
-    desc.check_inside()
-    program = context.program()
-    program.effects += 1
-    p = program.partition
-    allocation = desc.allocation
-    allocation.touch()
-    site = context.site()
-    accesses = []
-    for index, records in enumerate(allocation.records):
-        block = p.blocks[index if issuers is None else issuers[index]]
-        barrier = barriers[index] if barriers else None
-        if barrier is not None:
-            component, count = barrier.component, barrier.phase + 1
-        elif queue:
-            component, count = (queue, p.index, index), time
-        else:
-            component, count = block.me, block.tick()
-        phase = barrier.phase if barrier is not None else 0
-        who = what, site, p.label(block), index
-        new = Access(desc.key, desc.view, write, asynchronous, component, count, *who, barrier, phase, covers)
-        keep = []
-        for old in records:
-            if not _overlap(old, desc.key, desc.view):
-                keep.append(old)
-                continue
-            if write or old.write:
-                if not is_over(old, block.clock):
-                    _report_race(old, new, p)
-                elif (
-                    asynchronous
-                    and not (old.asynchronous or old.settled)
-                    and block.fenced.get(old.component, 0) < old.time
-                ):
-                    _report_missing_fence(old, new, inside=old.component == block.me)
-                if write and covers and (old.key == desc.key or _contains(new, old)):
-                    continue  # ordered before this one: whoever comes after this one comes after that one
-            elif old.key == desc.key and old.component == component:
-                continue  # the same reader again: the later read stands for both
-            keep.append(old)
-        keep.append(new)
-        allocation.records[index] = keep
-        accesses.append(new)
-    if write:
-        if covers:
-            desc.written[...] = desc.spread
-    elif len(allocation.spreads) > 1 and ((desc.written != desc.spread) & (desc.written > 0)).any():
-        text = f"{desc.label} was spread over the blocks in another way when it was written ({allocation.spreads})"
-        refuse("layout", f"{_upper(what)}: {text}. Read it through the layout that it was written through.")
-    elif not desc.written.all():
-        program.unwritten_reads.append(accesses[0])
-    return tuple(accesses)
-
-
-def _contains(outer: Access, inner: Access) -> bool:
-    """Whether a contiguous view covers another one."""
-    if not outer.view.flags.c_contiguous:
-        return False
-    low, shape, strides = inner.key
-    high = low + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + inner.view.itemsize
-    return outer.key[0] <= low and high <= outer.key[0] + outer.view.nbytes
-
-
-def _hint(copy: Access, p) -> str:
-    """Where a partition should have waited for a copy, and where it did wait last."""
-    if copy.barrier is None:
-        return ""
-    text = f" {copy.barrier.name} tells of its end, in phase {copy.phase} (parity {copy.phase & 1})"
-    if copy.barrier not in p.last_wait:
-        return f"{text}; {p.name} never waited for it."
-    parity, phase, site = p.last_wait[copy.barrier]
-    count = f"{phase} phase{'s were' if phase != 1 else ' was'} over"
-    return f"{text}; {p.name} last waited there for parity {parity} at line {site.line}, when {count}."
-
-
-def _passed(copy: Access, read: Access, p) -> str:
-    """Through which barrier a partition came that overwrites what another one reads, and who had arrived there."""
-    if copy.barrier is None or read.write or not p.last_wait:
-        return ""
-    barrier = next(reversed(p.last_wait))
-    _, phase, site = p.last_wait[barrier]
-    came = (
-        f"phase {phase - 1} of {barrier.name}, a barrier for {barrier.count} arrivals"
-        if phase
-        else f"{barrier.name}, which was fresh"
-    )
-    arrived = f" ({'; '.join(barrier.last_arrivals)})" if phase and barrier.last_arrivals else ""
-    return f" {p.name} came here after its wait of line {site.line} for {came}{arrived}."
-
-
-_WAITS = {
-    "wgmma": " warpgroup_mma_wait tells when a wgmma has read its operands.",
-    "tcgen05": " An mbarrier that a tcgen05_commit arrives at tells when a tcgen05 operation is over.",
-    "tma store": " tma.store_wait tells when a TMA store has read its buffer.",
-    "cp.async": " async_copy.wait_group tells when a cp.async has written.",
-}
-
-
-def _report_race(old: Access, new: Access, p) -> None:
-    program = context.program()
-    own = f"; it is the memory of block {new.block}" if program.num_ctas > 1 else ""
-    if any(read is old for read in program.unwritten_reads):
-        program.unwritten_reads.remove(old)
-        text = f"{_upper(old.what)} comes before {new.what} ({new.partition}, {new.site}) has written there"
-        hint = _hint(new, program.partitions[old.component[1]])
-        text += f": nothing makes it wait for that.{hint}"
-        report("race", text, at=old.site, others=(new.site,), partition=old.partition)
-        return
-    where = f"{old.what} ({old.partition}, {old.site})"
-    if old.write and not new.write:
-        text = f"{_upper(new.what)} may come before {where} has written there: nothing orders them{own}."
-    elif old.write:
-        text = f"{_upper(new.what)} may mix with {where}: two writes to the same bytes, and nothing orders them{own}."
-    else:
-        text = f"{_upper(new.what)} may overwrite what {where} still reads: nothing orders them{own}."
-    report("race", text + _WAITS.get(old.component[0], "") + _hint(old, p) + _passed(new, old, p), others=(old.site,))
-
-
-def _report_missing_fence(old: Access, new: Access, inside: bool) -> None:
-    """Report an ordinary access and an asynchronous one without a fence, or note it where the compiler adds the fence."""
-    unit = "the tensor cores" if "wgmma" in new.what else "the TMA"
-    verb = "not see that" if old.write else "overwrite what is still being read"
-    text = f"{_upper(new.what)} goes through the async proxy; {old.what} ({old.partition}, {old.site}) was an ordinary access."
-    text += f" They are in order, but without fence_async_shared() between them {unit} may {verb}."
-    if inside and versions.compiler_adds_fences():
-        context.note(
-            "missing fence", f"{text} Inside one partition the compiler adds it, from Triton 3.7 on.", (old.site,)
-        )
-        return
-    who = "Triton 3.6 adds it before a TMA load only." if inside else "Between partitions no compiler adds it."
-    report("missing fence", f"{text} {who}", others=(old.site,))
-
-
-def _upper(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
 def finish(program) -> None:
     """Check, at the end of a program, for reads of what nobody wrote and for too much memory in use at once."""
     for read in program.unwritten_reads:
-        text = f"{_upper(read.what)} reads bytes that nothing has written."
+        text = f"{capitalized(read.what)} reads bytes that nothing has written."
         report("uninitialized", text, at=read.site, partition=read.partition)
     program.unwritten_reads = []
     _check_size(program.allocations, "bytes", "shared memory", SHARED_BYTES)

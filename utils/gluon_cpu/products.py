@@ -1,4 +1,4 @@
-"""wgmma: products of tiles of shared memory on the tensor cores, asynchronous and in order.
+"""wgmma: products of tiles of shared memory on the tensor cores, asynchronous and in order; and Triton's `tl.dot`.
 
 Until a warpgroup_mma_wait, the tensor cores may read the operands and write the results.
 """
@@ -9,15 +9,17 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
+import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from . import context, layouts
+from .accesses import access
 from .barriers import is_true
 from .context import refuse, report
-from .dtypes import FP8_LARGEST, round_to
+from .dtypes import FP8_LARGEST, is_int, round_to
 from .known import constant, known
-from .memory import MemDesc, access
+from .memory import MemDesc
 from .reports import Site
 from .tensors import Tensor
 
@@ -241,6 +243,25 @@ def wait_products(outstanding: int) -> None:
             read.settled = True
     if p.time > start:
         program.record("partition", "wgmma wait", "", None, start, p.time)
+
+
+@known(of=(tl,))
+def dot(
+    input, other, acc=None, input_precision=None, allow_tf32=None, max_num_imprecise_acc=None, out_dtype=gl.float32
+):
+    """Return the product of two of Triton's tiles, plus `acc`."""
+    a, b, exact = input.data, other.data, allow_tf32 is not None and not allow_tf32
+    if input.dtype.name == "fp32" and not exact and "ieee" not in str(input_precision).lower():
+        refuse("kernel", 'tl.dot without input_precision="ieee": a GPU would round float32 tiles to ten bits.')
+    if input.dtype != other.dtype or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        pair = " @ ".join(f"{list(x.shape)} in {x.dtype}" for x in (input, other))
+        refuse("kernel", f"tl.dot: {pair} do not fit. Convert one, or look at the sizes of the blocks.")
+    dtype = acc.dtype if acc is not None else gl.int32 if is_int(input.dtype) else out_dtype
+    wide = {"fp64": np.float64, "int32": np.int32}.get(dtype.name, np.float32)
+    result = a.astype(wide) @ b.astype(wide) + (0 if acc is None else acc.data)
+    program = context.program()
+    program.spend(2 * a.size * b.shape[-1] / program.model.mma_flops, "dot")
+    return Tensor(round_to(result, dtype), dtype, layouts.AUTO)
 
 
 @known(of=(hopper,))

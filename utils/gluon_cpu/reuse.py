@@ -18,8 +18,9 @@ import functools
 import itertools
 from pathlib import Path
 
+from .accesses import Access, is_over
 from .context import report
-from .memory import Access, Allocation, is_over
+from .memory import Allocation
 from .reports import Site
 
 _LOOPS = (ast.For, ast.While)

@@ -50,6 +50,8 @@ class Run:
         recorded: how many programs the timeline has.
         ends: number of events up to the end of each recorded program.
         waiting: programs of the launch that have not begun; one that runs may take them over.
+        longest: the length of the longest arange.
+        gluon: whether the kernel that was launched last is in Gluon, or in plain Triton.
     """
 
     seed: int | None
@@ -66,6 +68,8 @@ class Run:
     recorded: int = 0
     ends: list[int] = field(default_factory=list)
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)
+    longest: int = 0
+    gluon: bool = True
 
     @property
     def ok(self) -> bool:
@@ -110,6 +114,7 @@ class Run:
         constant = {p.name for p in kernel.params if p.is_constexpr}
         arguments = {name: value if name in constant else _argument(value, name) for name, value in values.items()}
         self.launches += 1
+        self.gluon = kernel.is_gluon()
         deadline = time.monotonic() + self.max_seconds
         np.seterr(all="ignore")  # a GPU overflows to infinity without a word; simulate() sets it back
         self.waiting = deque((x, y, z) for z, y, x in itertools.product(*(range(g) for g in grid[::-1])))
@@ -207,7 +212,7 @@ def simulate(
     max_seconds: float = 300.0,
     model: CostModel | None = None,
 ) -> Iterator[Run]:
-    """Run the Gluon kernels that are launched inside on the CPU, and check them.
+    """Run the Gluon and Triton kernels that are launched inside on the CPU, and check them.
 
     `@simulate()` does so for a whole function.
 
@@ -220,21 +225,17 @@ def simulate(
         model: rates of the hardware's units; by default those of an H100's or H200's data sheet.
     """
     check_version()
-    from triton.experimental.gluon._runtime import GluonJITFunction
+    from triton.runtime.jit import JITFunction
 
     run = Run(seed, stop_at_first, int(timeline), max_steps, max_seconds, model or CostModel())
 
     def launch(kernel, *args, grid, warmup=False, **options):
         run.launch(kernel, args, grid, options)
 
-    before = vars(GluonJITFunction).get("run")  # None where the class inherits it
-    GluonJITFunction.run = launch
-    numpy_errors = np.geterr()
+    before, numpy_errors = JITFunction.run, np.geterr()
+    JITFunction.run = launch  # also of Gluon's kernels, which inherit it
     try:
         yield run
     finally:
         np.seterr(**numpy_errors)
-        if before is None:
-            del GluonJITFunction.run
-        else:
-            GluonJITFunction.run = before
+        JITFunction.run = before

@@ -16,11 +16,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import blackwell
 
 from . import context, layouts
+from .accesses import access
 from .barriers import is_true, own_barriers
 from .context import refuse, report
 from .dtypes import round_to
 from .known import constant, known
-from .memory import MemDesc, access
+from .memory import MemDesc
 from .products import check_blocks, exact_product
 from .tensor_memory import TensorMemory
 

@@ -17,11 +17,12 @@ from triton.experimental.gluon.language.nvidia import blackwell
 from utils.machine import versions
 
 from . import context, layouts
+from .accesses import access
 from .barriers import is_true
 from .context import refuse
 from .dtypes import numpy_type
 from .known import constant, constants, known, number, unwrap
-from .memory import Allocation, MemDesc, access
+from .memory import Allocation, MemDesc
 from .tensors import Shape, Tensor
 
 LANES = 128

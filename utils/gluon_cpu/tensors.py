@@ -158,9 +158,9 @@ def broadcast_layout(a: Tensor, b: Tensor, what: str):
         return each
     if m != n:
         shapes = f"{what}: shapes {list(m)} and {list(n)}"
-        if len(m) != len(n):
+        if len(m) != len(n) and context.program().run.gluon:  # in plain Triton, dimensions are added in front
             refuse("layout", f"{shapes} have different ranks. x[:, None] adds a dimension.")
-        if any(i != j and 1 not in (i, j) for i, j in zip(m, n, strict=True)):
+        if any(i != j and 1 not in (i, j) for i, j in zip(m[::-1], n[::-1], strict=False)):
             refuse("layout", f"{shapes} do not fit.")
     return layout
 

@@ -52,15 +52,14 @@ def reassembled(compiled: Any, rewrite: Callable[[str], str]) -> Any:
     Triton keeps a compiled kernel for each device, and never unloads one. The copy is loaded when it is first used: then Triton
     tells the driver how much shared memory a launch may ask for, as the copy's metadata say by then.
     """
-    twin = vars(compiled).get("reassembled_twin")
-    if twin is None:
+    if not hasattr(compiled, "reassembled_twin"):
         ptx = rewrite(compiled.asm["ptx"])
         twin = copy.copy(compiled)
         twin.module = twin.function = twin._run = None
         twin.kernel = assemble(ptx)
         twin.asm = {**compiled.asm, "ptx": ptx, "cubin": twin.kernel}
         compiled.reassembled_twin = twin
-    return twin
+    return compiled.reassembled_twin
 
 
 # A product of 128 columns whose left operand is in registers: its sums, and then the operand.

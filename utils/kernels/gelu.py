@@ -16,7 +16,7 @@ transposed matrix) is handled where it lies. One with gaps or overlaps, such as 
 copies first: one more kernel and up to 2 n e bytes, which a profile shows.
 
 The fused versions compute in fp32 and round once; gelu_unfused rounds to its dtype at each step. gelu_triton computes forward
-only. On a CPU it runs through Triton's interpreter: `run_interpreted("gelu_triton", x)` in `utils.kernels.interpreter`.
+only. On a CPU it runs in the simulator: `with simulate(): gelu_triton(x)`, from `utils.gluon_cpu`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ CUBIC = 0.044715
 def gelu_unfused(x: torch.Tensor) -> torch.Tensor:
     """tanh-GELU written out, an operation at a time: nine kernels on a GPU. x any shape; result like x."""
     _check("gelu_unfused", x)
-    return _by_hand(x)
+    cube = x * x * x  # 2 kernels, moving 2 + 3 tensors
+    inner = x + CUBIC * cube  # 2 kernels, 2 + 3
+    t = torch.tanh(SQRT_2_OVER_PI * inner)  # 2 kernels, 2 + 2
+    return 0.5 * x * (1 + t)  # 3 kernels, 2 + 2 + 3
 
 
 def gelu_torch(x: torch.Tensor) -> torch.Tensor:
@@ -65,13 +68,6 @@ def gelu_triton(x: torch.Tensor) -> torch.Tensor:
 
 
 VERSIONS = {"gelu_unfused": gelu_unfused, "gelu_torch": gelu_torch, "gelu_triton": gelu_triton}
-
-
-def _by_hand(x: torch.Tensor) -> torch.Tensor:
-    cube = x * x * x  # 2 kernels, moving 2 + 3 tensors
-    inner = x + CUBIC * cube  # 2 kernels, 2 + 3
-    t = torch.tanh(SQRT_2_OVER_PI * inner)  # 2 kernels, 2 + 2
-    return 0.5 * x * (1 + t)  # 3 kernels, 2 + 2 + 3
 
 
 def _check(name: str, x: torch.Tensor) -> None:

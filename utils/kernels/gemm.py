@@ -18,12 +18,13 @@ in fp32; C has the dtype of its inputs. Every rung is a kernel for the GPU, comp
 H200 figures: assets/results/h200/gemm.json, written by `python -m tools.record.gemm_ladder --out PATH`, which
 measures each rung interleaved with torch.matmul.
 
-fp32 stays fp32 (no TF32), as in torch.matmul by default. The kernels compute forward only. On a CPU they run through
-Triton's interpreter: `run_interpreted("gemm_tiled", a, b)` in `utils.kernels.interpreter`.
+fp32 stays fp32 (no TF32), as in torch.matmul by default. The kernels compute forward only. On a CPU they run in the
+simulator: `with simulate(): gemm_tiled(a, b)`, from `utils.gluon_cpu`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -123,22 +124,22 @@ def check_operands(name: str, a: torch.Tensor, b: torch.Tensor, dtypes=tuple(DTY
 
 
 def check_triton(name: str, tensor: torch.Tensor, given: str) -> None:
-    """Raise an error unless this process runs Triton kernels on the tensor's device: compiled on a GPU, interpreted on a CPU."""
-    interpreting = interpreter_requested()
-    if tensor.is_cuda and interpreting:
+    """Raise an error unless Triton kernels run on the tensor's device: compiled on a GPU, or on a CPU in the simulator."""
+    if interpreter_requested():
         raise ValueError(
-            f"{name} got {given} on {tensor.device} in a process with TRITON_INTERPRET set, where kernels "
-            "are interpreted on the CPU: pass CPU tensors, or restart without the variable."
+            f"{name} got {given} in a process with TRITON_INTERPRET set, whose bf16 is wrong: restart without the "
+            "variable. On a CPU, `with simulate():` of utils.gluon_cpu runs the kernel."
         )
-    if not tensor.is_cuda and not interpreting:
+    jit = sys.modules.get("triton.runtime.jit")
+    if jit is not None and jit.JITFunction.run.__module__ != jit.__name__:
+        return  # launches go to the simulator
+    if not tensor.is_cuda:
         raise ValueError(
-            f"{name} is a GPU kernel; got {given} on {tensor.device}. Move the input with .to('cuda'), or "
-            f"see on a CPU what it computes: utils.kernels.interpreter.run_interpreted('{name}', ...)."
+            f"{name} is a GPU kernel; got {given} on {tensor.device}. Move the input with .to('cuda'), or see on a "
+            f"CPU what it computes: `with simulate(): {name}(...)`, from utils.gluon_cpu."
         )
     if not (support := triton_support()):
         raise RuntimeError(f"{name} is a Triton kernel. {support.reason} {support.remedy}")
-    if interpreting:
-        from utils.kernels import interpreter_repairs  # noqa: F401 (its import makes the repairs)
 
 
 def _launch(rung: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ whether results are right.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -78,22 +79,25 @@ def compile_gluon(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, **options})
 
 
-def disassemble(compiled, lines: bool = False) -> str:
-    """Return the SASS of a compiled kernel; with `lines`, comments name the lines of source that it comes from."""
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        return _tool("nvdisasm", *(["-g"] if lines else []), "-c", cubin).stdout
+def disassemble(cubin: bytes, *options: str) -> str:
+    """Return the SASS of machine code; with the option -g, comments name the lines of source that it comes from."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        program = str(Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm")
+        return subprocess.run([program, *options, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def read_assembly(compiled, name: str) -> Assembly:
     """Read a compiled kernel's assembly; ptxas runs once more, for its own report of registers and spills."""
-    with tempfile.TemporaryDirectory() as folder:
-        ptx = Path(folder) / "kernel.ptx"
-        ptx.write_text(compiled.asm["ptx"])
-        target = re.search(r"\.target (\w+)", compiled.asm["ptx"])
-        assert target, "PTX names its target"
-        command = [*versions.ptxas_command(target[1]), str(ptx), "-o", str(Path(folder) / "again.cubin")]
+    target = re.search(r"\.target (\w+)", compiled.asm["ptx"])
+    assert target, "PTX names its target"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(compiled.asm["ptx"])
+        ptx.flush()
+        command = [*versions.ptxas_command(target[1]), ptx.name, "-o", os.devnull]
         ptxas = subprocess.run(command, capture_output=True, text=True, check=True)
     report = ptxas.stdout + ptxas.stderr
 
@@ -103,7 +107,7 @@ def read_assembly(compiled, name: str) -> Assembly:
     return Assembly(
         name,
         compiled.asm["ptx"],
-        disassemble(compiled),
+        disassemble(compiled.asm["cubin"]),
         compiled.metadata.shared,
         total(r"Used (\d+) registers"),
         total(r"(\d+) bytes spill (?:stores|loads)"),
@@ -120,28 +124,17 @@ def unused_barriers(ttgir: str) -> tuple[str, ...]:
     Behind its last use the compiler gives a barrier's place in shared memory to a tile. PTX forbids that without
     mbarrier.inval. Where several processes took turns on an H200, such tiles had nan at the barriers' places.
     """
-    lines = [line.split(" loc(")[0] for line in ttgir.splitlines()]
-    where: dict[str, list[int]] = {}
-    for number, line in enumerate(lines):
-        for name in set(re.findall(r"%[\w$.-]+", line)):
-            where.setdefault(name, []).append(number)
-
-    def only_initialised(name: str, defined: int) -> bool:
-        for number in where[name]:
-            part = re.match(r"\s*(%[\w$.-]+) = ttg\.memdesc_(?:index|sub\w+) ", lines[number])
-            if number == defined or "ttng.init_barrier" in lines[number]:
+    value = r"%[\w$.-]+"
+    unused: dict[str, set[str]] = {}  # the names of each array of barriers and of its parts
+    for line in (line.split(" loc(")[0] for line in ttgir.splitlines()):
+        part = re.match(rf"\s*({value}) = ttg\.memdesc_(?:index|sub\w+) ", line)
+        for array, names in list(unused.items()):
+            if names.isdisjoint(re.findall(value, line)):
                 continue
-            if part is None or not only_initialised(part.group(1), number):
-                return False
-        return True
-
-    arrays = ((n, re.match(r"\s*(%[\w$.-]+) = ttg\.local_alloc .*memdesc<[\dx]*xi64", x)) for n, x in enumerate(lines))
-    return tuple(found.group(1) for n, found in arrays if found and only_initialised(found.group(1), n))
-
-
-def _tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a program of Triton's own folder."""
-    import triton
-
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([program, *arguments], capture_output=True, text=True, check=True)
+            if part:
+                names.add(part[1])
+            elif "ttng.init_barrier" not in line:
+                del unused[array]
+        if found := re.match(rf"\s*({value}) = ttg\.local_alloc .*memdesc<[\dx]*xi64", line):
+            unused[found[1]] = {found[1]}
+    return tuple(unused)

@@ -1,226 +1,154 @@
-"""A fork server: a process that has imported slow libraries once, and forks a fresh child for each job.
+"""A process that has imported slow libraries once, and forks a fresh child for each job.
 
-Importing torch and Triton takes two to four seconds; interpreting or compiling a small kernel takes a fraction of a
-second. So the first job of a program starts a server process that imports both, runs no kernel itself, and forks a child
-for each job. A kernel then finds nothing that an earlier kernel left behind, and whatever it does to its process ends
-with the job. The server ends when its program ends, or after five minutes without a job; the next job then starts
+Importing torch and Triton takes two to seven seconds; compiling a small kernel takes a fraction of a second. So the first
+job of a program starts a server process that imports both, and forks a child for each job. What a job does to its process
+ends with the job. The server ends when its program ends, or after five minutes without a job; the next job then starts
 another server.
 
-The grader does not use the server, so that a student's kernel meets no process that other students' kernels meet: the process
-behind the walls, which one submission has, forks a child for each job (`ForkedProcess`), or starts a new one.
-
-A module that uses this calls `serve` when it is run as a program, and keeps a `WarmProcess` with its own name.
+A process that has one thread forks the child itself, which is safe then: the grader's processes do.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from utils.files import ROOT
 
-IDLE_SECONDS = 300.0
-SERVE = "--serve"
-STREAMS = "printed", "complaints"  # files of a job's folder that get what it prints
+IDLE_SECONDS = 300
+JOB, ANSWER, WORDS = "job.pt", "answer.pt", "words.txt"  # files of a job's folder
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job's process ended: its exit status (minus the signal's number), and what it printed."""
+    """How a job's process ended: its exit status (minus the signal's number), what it printed, and its answer if it has one."""
 
     status: int
-    printed: str
-    complaints: str
+    words: str
+    answer: Any
 
 
 class WarmProcess:
     """Runs jobs in forks of a server, `python -m MODULE`, which is started with the first job.
 
     Args:
-        module: Name of a module that calls `serve` when it is run as a program.
-        **variables: Environment variables of the jobs, in addition to the caller's own.
+        module: Name of the module that keeps this object, and calls its `serve` when it is run as a program.
+        prepare: Imports the slow libraries.
+        work: Returns the answer to one job. Both are dictionaries, lists, plain values and tensors.
     """
 
-    def __init__(self, module: str, **variables: str) -> None:
-        self.module, self.variables = module, variables
-        self.server: subprocess.Popen | None = None
+    def __init__(self, module: str, prepare: Callable[[], object], work: Callable[[Any], Any]) -> None:
+        self.module, self.prepare, self.work = module, prepare, work
+        self.server: subprocess.Popen[str] | None = None
         self.owner = 0
         self._one_at_a_time = threading.Lock()
 
-    def run(self, folder: str, timeout: float) -> Ended:
-        """Run the job whose inputs are in a folder.
-
-        Args:
-            folder: The job's current folder; the module writes its results there, or prints them.
-            timeout: Seconds, the start of a process included.
+    def run(self, job: Any, timeout: float) -> Ended:
+        """Run one job, in a folder of its own that is then deleted; timeout: seconds, without the start of a server.
 
         Raises:
             TimeoutError: The job did not end in time; its process has been killed.
         """
+        with tempfile.TemporaryDirectory(prefix="job-") as folder:
+            torch.save(job, Path(folder, JOB))
+            if has_one_thread():
+                self.prepare()
+                status = self._run_fork(folder, timeout, dict(os.environ))
+            else:
+                status = self._ask_server(folder, timeout)
+            if status == -signal.SIGALRM:
+                raise TimeoutError
+            words = Path(folder, WORDS)
+            whole = status == 0 and Path(folder, ANSWER).exists()
+            answer = torch.load(Path(folder, ANSWER), weights_only=True) if whole else None
+            return Ended(status, words.read_text("utf-8", errors="replace") if words.exists() else "", answer)
+
+    def serve(self) -> None:
+        """Be the server: run each job that comes as a line of standard input, and print its exit status."""
+        answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what the libraries print is no answer
+        self.prepare()
+        signal.alarm(IDLE_SECONDS)
+        for job in sys.stdin:  # until the program has ended
+            signal.alarm(0)
+            print(self._run_fork(*json.loads(job)), file=answers, flush=True)
+            signal.alarm(IDLE_SECONDS)
+
+    def _ask_server(self, folder: str, timeout: float) -> int:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self.variables}
-        command = [sys.executable, "-m", self.module]
-        if os.environ.get("LABS_COMPILE_CACHE") == "off":  # as the grader sets it: nothing is shared between jobs
-            return run_anew([*command, folder], environment, timeout)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         with self._one_at_a_time:
-            deadline = time.monotonic() + timeout
             # A server may have been idle for too long; and a fork of this process must not write into its parent's pipe.
             if self.server is None or self.owner != os.getpid() or self.server.poll() is not None:
-                self._start(command, environment)
-            assert self.server is not None
+                self.owner, self._complaints = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115 (the server's)
+                self.server = subprocess.Popen(
+                    [sys.executable, "-m", self.module],
+                    env=environment,
+                    text=True,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._complaints,
+                    start_new_session=True,  # Ctrl-C reaches the caller alone
+                )
+            assert self.server.stdin and self.server.stdout
             try:
-                self._channel.send_bytes(json.dumps({"folder": folder, "environment": environment}).encode())
-                if not self._channel.poll(max(0.0, deadline - time.monotonic())):
+                print(json.dumps([folder, timeout, environment]), file=self.server.stdin, flush=True)
+                status = int(self.server.stdout.readline())
+                if status == -signal.SIGALRM:
                     raise TimeoutError
-                return _ended(int(self._channel.recv_bytes()), folder)
-            except (EOFError, ConnectionError):  # the server has ended
+                return status
+            except (ValueError, BrokenPipeError):  # the server has ended
                 self._complaints.seek(0)
-                return Ended(1, "", self._complaints.read().decode(errors="replace"))
-            except BaseException:  # also an interrupt of the caller
-                with suppress(ConnectionError):
-                    self._channel.send_bytes(b"stop")  # the server ends the job and itself
+                Path(folder, WORDS).write_bytes(self._complaints.read())
+                return 1
+            except BaseException:  # too late, or an interrupt of the caller: what the job has started ends, too
+                os.killpg(self.server.pid, signal.SIGKILL)
                 self.server.wait()
                 raise
 
-    def _start(self, command: list[str], environment: dict[str, str]) -> None:
-        self.owner = os.getpid()
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process writes to it)
-        self._channel, theirs = multiprocessing.Pipe()
-        with theirs:
-            self.server = subprocess.Popen(
-                [*command, SERVE, str(theirs.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._complaints,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C reaches the caller alone
-            )
-
-
-class ForkedProcess:
-    """Runs jobs in forks of this very process, which has imported what they need; as a `WarmProcess` otherwise.
-
-    Args:
-        work: does one job, given its folder.
-    """
-
-    def __init__(self, work: Callable[[str], object]) -> None:
-        self.work = work
-
-    def run(self, folder: str, timeout: float) -> Ended:
-        """Run the job whose inputs are in a folder; as `WarmProcess.run`."""
-        deadline = time.monotonic() + timeout
-        status = _run_fork(self.work, folder, dict(os.environ), lambda: time.monotonic() > deadline)
-        if status is None:
-            raise TimeoutError
-        return _ended(status, folder)
-
-
-def serve(prepare: Callable[[], object], work: Callable[[str], object]) -> None:
-    """Do the job of the folder that the command line names, or fork a child for each job that comes through a channel.
-
-    Args:
-        prepare: Imports the slow libraries.
-        work: Does one job, given its folder.
-    """
-    if sys.argv[1] != SERVE:
-        work(sys.argv[1])
-        return
-    channel = Connection(int(sys.argv[2]))
-    prepare()
-    with suppress(EOFError, ConnectionError):  # the program has ended
-        while channel.poll(IDLE_SECONDS):
-            # No job is sent while one runs: what can be read then is a word to stop, or that the program has ended.
-            status = _run_fork(work, given_up=channel.poll, **json.loads(channel.recv_bytes()))
-            if status is None:
-                return
-            channel.send_bytes(b"%d" % status)
-
-
-def run_anew(command: list[str], environment: dict[str, str], timeout: float) -> Ended:
-    """Run a program whose last argument is a job's folder, there; as `WarmProcess.run`."""
-    folder = command[-1]
-    with open(Path(folder, STREAMS[0]), "wb") as out, open(Path(folder, STREAMS[1]), "wb") as err:
-        child = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
+    def _run_fork(self, folder: str, timeout: float, environment: dict[str, str]) -> int:
+        """Do one job in a fork of this process and return its exit status; that of SIGALRM if it took too long."""
+        pid = os.fork()
+        if pid:
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        status = 1
         try:
-            return _ended(child.wait(timeout), folder)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError from None
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, timeout)
+            os.chdir(folder)
+            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+            os.dup2(os.open(WORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+            os.dup2(1, 2)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a descriptor of the parent's is no business of a kernel's
+            # The parent's streams may be a notebook's or a test's.
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+            os.environ.clear()
+            os.environ.update(environment)
+            torch.save(self.work(torch.load(JOB, weights_only=True)), ANSWER)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
-            if child.poll() is None:  # also on an interrupt of the caller
-                _kill_group(child.pid)
-                child.wait()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
 
 
-def _run_fork(
-    work: Callable[[str], object], folder: str, environment: dict[str, str], given_up: Callable[[], bool]
-) -> int | None:
-    """Do one job in a fork and return its exit status; or kill it and return None, once `given_up` says so."""
-    pid = os.fork()
-    if not pid:
-        _do_in_fork(work, folder, environment)
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if given_up():
-            _kill_group(pid)
-            os.waitpid(pid, 0)
-            return None
-        time.sleep(0.002)
-
-
-def _do_in_fork(work: Callable[[str], object], folder: str, environment: dict[str, str]) -> None:
-    os.setsid()
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a channel of the parent's is no business of a kernel's
-    os.chdir(folder)
-    for number, (name, mode) in enumerate([(os.devnull, "rb"), *((name, "wb") for name in STREAMS)]):
-        with open(name, mode) as file:
-            os.dup2(file.fileno(), number)
-    os.environ.clear()
-    os.environ.update(environment)
-    status = 1
+def has_one_thread() -> bool:
+    """Whether this process can be forked safely: a fork has one thread, and a lock of another's would stay locked."""
     try:
-        work(folder)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _ended(status: int, folder: str) -> Ended:
-    """Return how a job ended, with what it left in its folder's files."""
-    files = [Path(folder, name) for name in STREAMS]
-    return Ended(status, *(file.read_text("utf-8", errors="replace") if file.exists() else "" for file in files))
-
-
-def _kill_group(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # the process alone, if it has not become the leader of a group yet
-        with suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-            return
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False

@@ -27,21 +27,15 @@ from utils.validation import first_line
 
 HOPPER = (9, 0)
 
-# The whole names that CUDA gives to the parts in GPU_SPECS; a longer name is another part. The A10G, the H100 NVL, the
-# RTX 4090 D, the A100 80GB PCIe (1.935 TB/s) and a MIG slice have similar names and other roofs.
+# The whole names that CUDA gives to the parts in GPU_SPECS, where these are not their keys; a longer name is another part.
+# The A10G, the H100 NVL, the RTX 4090 D, the A100 80GB PCIe (1.935 TB/s) and a MIG slice have similar names and other roofs.
 _NAMES = {
     "A6000": r"(Quadro )?RTX A6000",
-    "A10": r"A10",
     "A100": r"A100-SXM4?-80GB",
     "A100-40GB": r"A100-(SXM4?|PCIE)-40GB",
     "H100": r"H100 80GB HBM3",
     "H100-PCIe": r"H100 PCIe",
-    "H200": r"H200",
     "4090": r"(GeForce )?RTX 4090",
-    "L4": r"L4",
-    "L40S": r"L40S",
-    "B200": r"B200",
-    "GB10": r"GB10",
 }
 
 
@@ -75,15 +69,11 @@ def usable_device(device: torch.device | str | int | None) -> torch.device:
     """
     if device is None:
         return default_device()
-    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
-        raise ValueError(f'device is {device!r}; pass "cpu", "cuda", "cuda:1" or a torch.device.')
-    count = torch.cuda.device_count()
-    if isinstance(device, int):
-        device = f"cuda:{device}"
     try:
-        chosen = torch.device(device)
-    except RuntimeError:
+        chosen = torch.device(f"cuda:{device}" if type(device) is int else device)
+    except (RuntimeError, TypeError):
         raise ValueError(f'device is {device!r}, which torch does not know; pass "cpu", "cuda" or "cuda:1".') from None
+    count = torch.cuda.device_count()
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
         have = "there is no CUDA GPU here" if count == 0 else f"this machine has {count} CUDA GPUs, counted from 0"
         raise ValueError(f'device is {str(device)!r}, and {have}; leave device out or pass device="cpu".')
@@ -96,8 +86,6 @@ def detect_gpu(name: str | None = None) -> str | None:
     The nearest row would be wrong: a part that is not listed has other roofs.
     """
     if name is not None:
-        if not isinstance(name, str):
-            raise TypeError(f'name is {name!r}; it is a CUDA device name such as "NVIDIA H200", or left out.')
         return _row_named(name)
     if not torch.cuda.is_available():
         return None
@@ -111,8 +99,8 @@ def detect_gpu(name: str | None = None) -> str | None:
 
 def _row_named(name: str) -> str | None:
     # Drivers before 470 leave "NVIDIA" out.
-    rows = (row for row, part in _NAMES.items() if re.fullmatch(f"(NVIDIA )?{part}", name.strip(), re.IGNORECASE))
-    return next(rows, None)
+    parts = {row: f"(NVIDIA )?{_NAMES.get(row, row)}" for row in GPU_SPECS}
+    return next((row for row, part in parts.items() if re.fullmatch(part, name.strip(), re.IGNORECASE)), None)
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -146,52 +134,36 @@ def cuda_support() -> Support:
 
 def triton_mode() -> str | None:
     """Return how Triton kernels run in this process: "compiled", "interpreter", or None if they cannot."""
-    return _triton()[0]
+    interpreted = interpreter_requested() or not cuda_support()
+    return ("interpreter" if interpreted else "compiled") if triton_support() else None
 
 
 def triton_support() -> Support:
     """Whether Triton kernels run here, and whether compiled for the GPU or only through the interpreter."""
-    return _triton()[1]
-
-
-def _triton() -> tuple[str | None, Support]:
     version = package_version("triton")
     if version is None:
-        return None, unsupported(
-            "Triton is not installed.", "Install the package triton; it has wheels for Linux only."
-        )
+        return unsupported("Triton is not installed.", "Install the package triton; it has wheels for Linux only.")
     requested = "interpreter" if interpreter_requested() else "compiled"
-    imported = _triton_imported_as()
-    if imported not in (None, requested):
+    imported, cuda = _triton_imported_as(), cuda_support()
+    if imported not in (None, requested) or (imported == "compiled" and not cuda):
         how = {"interpreter": "with TRITON_INTERPRET=1", "compiled": "without TRITON_INTERPRET=1"}
-        mode = requested if cuda_support() else "interpreter"
-        return None, unsupported(
+        return unsupported(
             f"Triton {version} was imported {how[imported]} and has one mode for the whole process.",
-            f"Restart Python {how[mode]} from the first import of triton on.",
+            f"Restart Python {how[requested if cuda else 'interpreter']} from the first import of triton on.",
         )
-    if requested == "interpreter":
-        why = "because TRITON_INTERPRET is set" if cuda_support() else "there is no NVIDIA GPU"
-        return "interpreter", Support(True, f"Triton {version} runs kernels through its interpreter: {why}.")
-    if not cuda_support():
-        if imported == "compiled":
-            return None, unsupported(
-                f"Triton {version} was imported to compile, and there is no NVIDIA GPU to compile for.",
-                "Restart Python and set TRITON_INTERPRET=1 before the first import of triton.",
-            )
-        return "interpreter", Support(
-            True,
-            f"Triton {version} runs kernels only through its interpreter: there is no NVIDIA GPU.",
-            "Set TRITON_INTERPRET=1 before the first import of triton.",
-        )
+    if requested == "interpreter" or not cuda:
+        why = "TRITON_INTERPRET is set" if cuda else "there is no NVIDIA GPU"
+        remedy = "" if requested == "interpreter" else "Set TRITON_INTERPRET=1 before the first import of triton."
+        return Support(True, f"Triton {version} runs kernels only through its interpreter: {why}.", remedy)
     major, minor = compute_capability() or (0, 0)
     if major < 8:
-        return None, unsupported(
+        return unsupported(
             f"Triton {version} compiles for compute capability 8.0 and newer; this GPU has {major}.{minor}.",
             "Use a GPU of the Ampere generation or newer.",
         )
     if not (compiler := _c_compiler()):
-        return None, compiler
-    return "compiled", Support(True, f"Triton {version} compiles kernels for compute capability {major}.{minor}.")
+        return compiler
+    return Support(True, f"Triton {version} compiles kernels for compute capability {major}.{minor}.")
 
 
 def interpreter_requested() -> bool:
@@ -251,17 +223,14 @@ def offline_compile_support() -> Support:
 
 def compile_support() -> Support:
     """Whether torch.compile works here: a CPU needs a C++ compiler and AVX2, a GPU needs Triton."""
-    return _compile_on_cpu() if default_device().type == "cpu" else _compile_on_gpu()
-
-
-def _compile_on_gpu() -> Support:
-    mode, triton = _triton()
-    if mode == "interpreter":
+    if default_device().type == "cpu":
+        return _compile_on_cpu()
+    if triton_mode() == "interpreter":
         return unsupported(
             "torch.compile needs Triton's compiler, and TRITON_INTERPRET is set.",
             "Restart Python without TRITON_INTERPRET.",
         )
-    return triton
+    return triton_support()
 
 
 @functools.cache
@@ -275,15 +244,10 @@ def _compile_on_cpu() -> Support:
         )
     # Inductor's own choice: CXX, else g++ (clang++ on macOS).
     command = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(command) is None:
-        return unsupported(
-            f"torch.compile on a CPU needs a C++ compiler, and {command!r} is not on PATH.",
-            "Install g++ (on Debian or Ubuntu: apt install g++), or name a compiler in CXX.",
-        )
     if fault := _build_fault(command):
         return unsupported(
-            f"The C++ compiler {command!r} does not build a Python extension with AVX2: {fault}",
-            "Install a complete g++ and this Python's header files (on Debian or Ubuntu: python3-dev).",
+            f"torch.compile needs a C++ compiler, and {command!r} builds no Python extension with AVX2: {fault}",
+            "Install a complete g++ and this Python's header files (on Debian or Ubuntu: g++ python3-dev), or set CXX.",
         )
     return Support(True, f"torch.compile builds C++ with {command} for a CPU with AVX2.")
 
@@ -312,8 +276,6 @@ _FLASH_ATTENTION = {4: ("flash-attn-4", (9, 0), "gpu"), 2: ("flash-attn", (8, 0)
 @functools.cache
 def flash_attn_support(version: int = 4) -> Support:
     """Whether FlashAttention's own package runs here: version 4 (CuTe DSL, from Hopper on) or 2 (from Ampere on)."""
-    if version not in _FLASH_ATTENTION:
-        raise ValueError(f"FlashAttention {version!r} is not used in this course; choose 4 (CuTe DSL) or 2.")
     package, needed, extra = _FLASH_ATTENTION[version]
     if not (cuda := cuda_support()):
         return unsupported(f"FlashAttention {version} needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)

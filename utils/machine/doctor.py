@@ -11,7 +11,6 @@ import torch
 from utils.files import ROOT
 from utils.machine import device
 from utils.machine.environment import cpu_model, package_version
-from utils.machine.versions import untested_versions
 
 DISTRIBUTION = "gpu-efficiency-labs"
 YES, NO = "[green]yes[/]", "[red]no[/]"
@@ -40,16 +39,13 @@ LABS: dict[str, tuple[str, dict[str, Callable[[], device.Support]]]] = {
 
 
 def examine_lab(lab: str) -> dict:
-    """Examine one lab on this machine: `status` is "runs", "runs in part" or "no notebook"."""
+    """Examine one lab on this machine: whether its notebook is here, and which of its parts run."""
     title, probes = LABS[lab]
     parts = []
     for name, probe in probes.items():
         support = probe()
         parts.append({"part": name, "runs": bool(support), "reason": support.reason, "remedy": support.remedy})
-    status = "runs" if all(part["runs"] for part in parts) else "runs in part"
-    if not (ROOT / f"{lab}.ipynb").exists():
-        status = "no notebook"
-    return {"lab": lab, "title": title, "status": status, "parts": parts}
+    return {"lab": lab, "title": title, "notebook": (ROOT / f"{lab}.ipynb").exists(), "parts": parts}
 
 
 def installation_faults() -> list[str]:
@@ -65,14 +61,12 @@ def installation_faults() -> list[str]:
         requirement = Requirement(line)
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
+        version = package_version(requirement.name)
+        if version is None:
             faults.append(f"{requirement.name} is missing ({requirement} is needed): run `make env`.")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
+        elif not requirement.specifier.contains(version, prereleases=True):
             faults.append(f"{requirement.name} {version} is installed and {requirement} is needed: run `make env`.")
-    return [*faults, *untested_versions()]
+    return faults
 
 
 def examine_machine(providers: list[dict]) -> dict:
@@ -95,50 +89,46 @@ def examine_machine(providers: list[dict]) -> dict:
 
 
 def print_report(report: dict) -> None:
-    """Print the report as tables, with the reason and the remedy for each part that does not run."""
+    """Print the report as a table, with the reason and the remedy for each part and backend that does not run."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Column, Table
 
     console = Console()
     machine = report["machine"]
-    row = machine["gpu_specs_row"]
-    known = f", GPU_SPECS row {row}" if row else ""
+    known = f", GPU_SPECS row {machine['gpu_specs_row']}" if machine["gpu_specs_row"] else ""
     versions = " · ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     console.print(f"[bold]{machine['name']}[/] ({machine['device']}{known})")
     console.print(f"Python {machine['python']} · {versions}\n")
     said = machine["no_gpu"]  # once, and not again in each row
     if said:
         console.print(escape(f"No GPU can be used here: {' '.join(said)}\n"))
-    first_of: dict[str, str] = {}  # a reason, and the row that gave it first
-
-    def why_not(entry: dict, row: str) -> str:
-        text = f"{entry['reason']} {entry['remedy']}"
-        for sentence in (*said, "there is no NVIDIA GPU. Use a machine with an NVIDIA GPU."):
-            text = text.replace(sentence, "")
-        text = text.strip().rstrip(":") or "It needs a GPU."
-        first = first_of.setdefault(text, row)
-        return escape(text if first == row else f"As for {first!r} above.")
-
-    wide = Column("Why, and what to do", ratio=1)
+    wide = Column("What it is; why not, and what to do", ratio=1)
     table = Table(Column("Lab", no_wrap=True), Column("Part", max_width=24), "Here", wide, pad_edge=False)
+    first_of: dict[str, str] = {}  # a reason, and the part that gave it first
+
+    def add_part(name: str, runs: bool, note: str, entry: dict) -> None:
+        if not runs:
+            note = f"{entry['reason']} {entry['remedy']}"
+            for sentence in (*said, "there is no NVIDIA GPU. Use a machine with an NVIDIA GPU."):
+                note = note.replace(sentence, "")
+            note = note.strip().rstrip(":") or "It needs a GPU."
+            first = first_of.setdefault(note, name)
+            note = note if first == name else f"As for {first!r} above."
+        table.add_row("", name, YES if runs else NO, escape(note))
+
     for lab in report["labs"]:
         table.add_section()
-        missing = lab["status"] == "no notebook"
-        note = f"{lab['lab']}.ipynb is not in this folder." if missing else lab["title"]
-        table.add_row(f"[bold]{lab['lab']}[/]", "", NO if missing else YES, note)
+        note = lab["title"] if lab["notebook"] else f"{lab['lab']}.ipynb is not in this folder."
+        table.add_row(f"[bold]{lab['lab']}[/]", "", YES if lab["notebook"] else NO, note)
         for part in lab["parts"]:
-            note = escape(part["reason"]) if part["runs"] else why_not(part, part["part"])
-            table.add_row("", part["part"], YES if part["runs"] else NO, note)
-    console.print(table)
-
-    wide = Column("What it is; why not, and what to do", ratio=1)
-    table = Table(Column("Attention backend", no_wrap=True), "Here", wide, pad_edge=False)
+            add_part(part["part"], part["runs"], part["reason"], part)
+    table.add_section()
+    table.add_row("[bold]attention[/]", "", YES, "the backends of utils.attention")
     for row in report["attention_providers"]:
         ran = row["implementation"]
         version = f" ({ran})" if ran and torch.__version__ not in ran else ""  # torch's stands above
-        note = escape(row["summary"] + version) if row["ok"] else why_not(row, row["backend"])
-        table.add_row(row["backend"], YES if row["ok"] else NO, note)
+        add_part(row["backend"], row["ok"], row["summary"] + version, row)
     console.print(table)
     for fault in report["faults"]:
         console.print(f"[bold red]Broken installation:[/] {escape(fault)}")

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from utils.files import ROOT
+from utils.validation import first_line
 
 # nvml.h, nvmlClocksEventReasons: why the clocks are not higher.
 CLOCK_REASONS = {
@@ -39,6 +40,7 @@ def package_version(distribution: str) -> str | None:
         return None
 
 
+@functools.cache
 def cpu_model() -> str:
     """Return the CPU's name as the system gives it, such as "AMD EPYC 9454".
 
@@ -54,66 +56,43 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
-def _cache_bytes(text: str) -> int:
-    """Convert "48K", the way in which Linux writes cache sizes."""
-    units = {"K": 1024, "M": 1024**2, "G": 1024**3}
-    text = text.strip()
-    return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text)
-
-
 @functools.cache
 def last_level_cache_bytes() -> int | None:
     """Return the size in bytes of the last-level cache of core 0, from Linux's sysfs; None if that does not say.
 
     psutil does not know it either, and py-cpuinfo adds up the caches of all cores.
     """
-    sizes = {}
-    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        try:
-            if (index / "type").read_text().strip() != "Instruction":
-                sizes[int((index / "level").read_text())] = _cache_bytes((index / "size").read_text())
-        except (OSError, ValueError):
-            continue
-    return sizes[max(sizes)] if sizes else None
+    caches = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))  # by level; "32768K"
+    try:
+        return 1024 * int(caches[-1].read_text().strip().removesuffix("K"))
+    except (IndexError, OSError, ValueError):
+        return None
 
 
-def available_memory_bytes() -> int:
-    """Return the bytes of main memory that new allocations may take without swapping."""
+def available_memory_bytes(device: torch.device) -> int:
+    """Return the bytes that new tensors may take: a GPU's free memory, or main memory without swapping."""
+    if device.type == "cuda":  # torch's allocator may hold memory that it does not use
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     return psutil.virtual_memory().available
 
 
-def _git(*arguments: str, root: Path) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def git_state(root: Path | None = None) -> dict:
+@functools.cache
+def git_state(root: Path = ROOT) -> dict:
     """Return {"commit": hash or None, "dirty": bool or None} of the project; both None outside a checkout of it.
 
     For a copy of the tree without its history, the environment variable LABS_COMMIT names the commit, followed by
-    "-dirty" if files differ from it.
+    "-dirty" if files differ from it. A copy of the course inside another repository does not report that one's commit.
     """
-    root = Path(root or ROOT)
-    commit = os.environ.get("LABS_COMMIT")
-    if commit:
+    if commit := os.environ.get("LABS_COMMIT"):
         return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
-    checkout = _git("rev-parse", "--show-toplevel", root=root)
-    # A copy of the course inside another repository must not report that repository's commit.
-    if checkout is None or os.path.realpath(checkout) != os.path.realpath(root):
+    command = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}", "status", "--porcelain=v2", "--branch"]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
-    status = _git("status", "--porcelain", root=root)
-    return {
-        "commit": _git("rev-parse", "--verify", "HEAD", root=root),
-        "dirty": None if status is None else bool(status),
-    }
-
-
-@functools.cache
-def _git_state_once() -> tuple:
-    return tuple(git_state().items())
+    (_, _, commit), *changes = (line.split(" ", 2) for line in done.stdout.splitlines())
+    return {"commit": None if commit == "(initial)" else commit, "dirty": any(mark != "#" for mark, *_ in changes)}
 
 
 def float32_matmul_precision() -> str:
@@ -127,13 +106,16 @@ def float32_matmul_precision() -> str:
 
 def environment(device: torch.device | str | None = None) -> dict:
     """Return a record of machine, versions and commit for a result, without host names, user names and paths."""
-    record = {
-        "gpu": None,
-        "gpu_sm_count": None,
-        "compute_capability": None,
-        "driver": None,
+    gpu = None
+    if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
+        gpu = torch.cuda.get_device_properties(device or torch.cuda.current_device())
+    return {
+        "gpu": gpu and gpu.name,
+        "gpu_sm_count": gpu and gpu.multi_processor_count,
+        "compute_capability": gpu and f"{gpu.major}.{gpu.minor}",
+        "driver": gpu and _read_nvml("nvmlSystemGetDriverVersion"),
         "cuda": torch.version.cuda,
-        "cudnn": None,
+        "cudnn": gpu and torch.backends.cudnn.version(),
         "torch": torch.__version__,
         "triton": package_version("triton"),
         "numpy": package_version("numpy"),
@@ -145,77 +127,51 @@ def environment(device: torch.device | str | None = None) -> dict:
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "float32_matmul_precision": float32_matmul_precision(),
-        **dict(_git_state_once()),
+        **git_state(),
     }
-    if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
-        properties = torch.cuda.get_device_properties(device or torch.cuda.current_device())
-        record["gpu"] = properties.name
-        record["gpu_sm_count"] = properties.multi_processor_count
-        record["compute_capability"] = f"{properties.major}.{properties.minor}"
-        record["cudnn"] = torch.backends.cudnn.version()
-        record["driver"] = _driver_version()
-    return record
 
 
 @functools.cache
 def _nvml():
-    """Return the initialised NVML binding and "", or None and a sentence that says why there is none."""
-    try:
-        import pynvml
-    except ImportError:
-        return None, "NVML is not read: the package nvidia-ml-py is not installed."
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return None, f"NVML is not read: {error}."
-    return pynvml, ""
+    """Return the binding of NVML, initialised; raise its error if there is no driver, or ImportError."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml
 
 
-@functools.cache
-def _driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, or None."""
-    nvml, _ = _nvml()
-    if nvml is None:
-        return None
+def _read_nvml(function: str, *arguments):
+    """Return what a function of NVML says; None without NVML, or if this card or driver does not offer the reading."""
     try:
-        return str(nvml.nvmlSystemGetDriverVersion())
-    except nvml.NVMLError:
+        return getattr(_nvml(), function)(*arguments)
+    except Exception:
         return None
 
 
 @functools.cache
 def _nvml_handle(index: int):
     """Return NVML's handle of torch's GPU `index`, by UUID: CUDA_VISIBLE_DEVICES renumbers only torch's GPUs."""
-    nvml, _ = _nvml()
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     if not uuid.startswith(("GPU-", "MIG-")):
         uuid = f"GPU-{uuid}"
-    return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    return _nvml().nvmlDeviceGetHandleByUUID(uuid)
 
 
 def gpu_state(device: torch.device | str | int | None = None) -> dict:
     """Read the GPU's clocks (MHz), power (W), temperature (C) and throttle reasons, or {"unavailable": why}."""
     if not torch.cuda.is_available():
         return {"unavailable": "There is no CUDA GPU here."}
-    nvml, why_not = _nvml()
-    if nvml is None:
-        return {"unavailable": why_not}
     index = torch.device("cuda" if device is None else device).index
     try:
-        handle = _nvml_handle(torch.cuda.current_device() if index is None else index)
-    except (nvml.NVMLError, AttributeError) as error:
-        return {"unavailable": f"NVML does not know this GPU: {error}."}
+        nvml, handle = _nvml(), _nvml_handle(torch.cuda.current_device() if index is None else index)
+    except Exception as error:
+        return {"unavailable": f"NVML is not read: {first_line(error)}."}
 
     def read(function, *arguments):
-        try:
-            return getattr(nvml, function)(handle, *arguments)
-        except (nvml.NVMLError, AttributeError):
-            return None  # this card or driver does not offer the reading
+        return _read_nvml(function, handle, *arguments)
 
     milliwatts, limit = read("nvmlDeviceGetPowerUsage"), read("nvmlDeviceGetEnforcedPowerLimit")
     bits = read("nvmlDeviceGetCurrentClocksEventReasons")
-    if bits is None:
-        bits = read("nvmlDeviceGetCurrentClocksThrottleReasons")  # the name before driver 535
     return {
         "sm_clock_mhz": read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
         "sm_clock_max_mhz": read("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
@@ -225,3 +181,8 @@ def gpu_state(device: torch.device | str | int | None = None) -> dict:
         "temperature_c": read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
         "throttle_reasons": None if bits is None else [name for bit, name in CLOCK_REASONS.items() if bits & bit],
     }
+
+
+def held_back(state: dict | None) -> set[str]:
+    """Return why a GPU in this state has its clocks held back: power, heat or somebody's setting; empty if they are not."""
+    return set((state or {}).get("throttle_reasons") or ()) - HARMLESS_REASONS

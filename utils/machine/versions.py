@@ -8,7 +8,6 @@ This is the one place that knows. Kernels, simulator and labs use Gluon's newest
 import functools
 import os
 import re
-import warnings
 from collections.abc import Callable
 from importlib import metadata
 
@@ -34,9 +33,7 @@ def untested_versions() -> list[str]:
         if version is None or oldest <= version <= newest:
             continue
         tested = f"{package} {'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
-        what = (
-            "older: kernels and labs may fail" if version < oldest else "newer: kernels and labs may behave otherwise"
-        )
+        what = "older: kernels and labs may fail" if version < oldest else "newer: kernels and labs may differ"
         sentences.append(
             f"The course was tested with {tested}; {package} {metadata.version(package)} is {what}. "
             "`make env` installs versions that fit."
@@ -44,16 +41,11 @@ def untested_versions() -> list[str]:
     return sentences
 
 
-def warn_of_untested_versions() -> None:
-    """Warn of each installed package whose version the course was not tested with."""
-    for sentence in untested_versions():
-        warnings.warn(sentence, stacklevel=3)
-
-
 @functools.cache
 def adopt_newest_gluon_names() -> None:
     """Let Gluon's newest names be used whatever Triton is installed. Names that exist are left as they are."""
-    keep_fp_fusion()
+    # The kernels' speed and errors count on products and sums fused into one instruction, which Triton 3.10 will leave off.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import blackwell
@@ -136,14 +128,6 @@ def ptxas_command(target: str = "sm_90a") -> list[str]:
 
     options = ["--regAllocOptLevel=2"] if (installed_version("triton") or (0, 0)) >= (3, 7) else []
     return [get_ptxas(int(target[3:].rstrip("af"))).path, *options, "-v", f"--gpu-name={target}"]
-
-
-def keep_fp_fusion() -> None:
-    """Let Triton go on fusing a product and a sum into one instruction; the kernels' speed and errors count on it.
-
-    Triton 3.9 warns that 3.10 will stop doing so by default.
-    """
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def workers_need_register_counts() -> bool:

@@ -96,7 +96,7 @@ def start_decode(
     if not hasattr(slots, "tokens_held"):
         raise ValueError("the cache is empty: run prefill_forward on it before decode_forward")
     _check_allocation(slots, hidden_states)
-    position = _position_on_host(cache_positions, hidden_states.device)
+    position = _position_on_host(cache_positions)
     if position is not None:
         _check_position(slots, position, _capacity(cache))
     # transformers writes to the slot in this tensor, as long as the int says that the window is not full.
@@ -144,7 +144,7 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version  # torch does not count changes of inference tensors
 
 
-def _position_on_host(cache_positions: torch.Tensor, device: torch.device) -> int | None:
+def _position_on_host(cache_positions: torch.Tensor) -> int | None:
     """Return the position as an int, or None if it is unknown and cannot be read, in a graph capture or a trace.
 
     `create_decode_inputs_with_cache` attaches it to its tensor. Any other tensor is read once, and again only after a
@@ -155,8 +155,6 @@ def _position_on_host(cache_positions: torch.Tensor, device: torch.device) -> in
             f"cache_positions is {cache_positions.dtype} of shape {tuple(cache_positions.shape)}; it must be "
             "one position, torch.tensor([position], device=...)"
         )
-    if cache_positions.device != device:
-        raise ValueError(f"cache_positions is on {cache_positions.device} and hidden_states on {device}")
     known = getattr(cache_positions, "known_position", None)
     if known is not None and known[1] == _version(cache_positions):
         return known[0]
@@ -175,13 +173,7 @@ def _slots(cache: StaticCache, layer: torch.nn.Module) -> StaticLayer:
             f"past_key_values is a {type(cache).__name__}; make a StaticCache with "
             "initialize_kv_cache(config, max_cache_len)"
         )
-    layer_idx = layer.self_attn.layer_idx
-    if layer_idx >= len(cache.layers):
-        raise ValueError(
-            f"the cache has {len(cache.layers)} layers and this is layer {layer_idx}: make it from the "
-            "layer's own config, initialize_kv_cache(layer.config, max_cache_len)"
-        )
-    return cache.layers[layer_idx]
+    return cache.layers[layer.self_attn.layer_idx]
 
 
 def _capacity(cache: StaticCache) -> int:

@@ -385,9 +385,3 @@ def _check_inputs(
                 f"position_embeddings' {name} has shape {tuple(tensor.shape)}; this call needs "
                 f"{(batch, *expected)}: use get_position_embeddings with the same position_ids"
             )
-        if tensor.dtype != hidden_states.dtype or tensor.device != hidden_states.device:
-            raise ValueError(
-                f"position_embeddings' {name} is {tensor.dtype} on {tensor.device} and hidden_states "
-                f"{hidden_states.dtype} on {hidden_states.device}: use get_position_embeddings with the same "
-                "hidden_states"
-            )

@@ -155,10 +155,10 @@ def draw_lines(ax: Any, lines: Mapping[str, Mapping[int, tuple]], ratios: Mappin
             if math.isnan(value):
                 note = ax.annotate("out of memory", (size, ax.get_ylim()[0]), xytext=(0, 4), textcoords="offset points")
                 note.set(rotation=90, fontsize=SMALL, color=SOFT, ha="center", va="bottom")
-        layer.name(name, points[-1], prefer="E", gap=8, size=9, fontweight="bold")
+        layer.name(name, points[-1], prefer="E", gap=8, fontsize=9, fontweight="bold")
     layer.list_names()
     for size, ratio in ratios.items():
         if not math.isnan(ratio):
             highest = max(curve[size][0] for curve in lines.values() if size in curve)
             text = f"{plain(float(f'{ratio:.3g}'))}x"
-            layer.add(text, (size, highest), prefer="N", gap=7, size=8, color=SOFT, leader=False)
+            layer.add(text, (size, highest), prefer="N", gap=7, fontsize=8, color=SOFT)

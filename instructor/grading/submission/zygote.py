@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import json
 import os
 import pickle
@@ -27,7 +26,6 @@ import sys
 import tempfile
 import threading
 import traceback
-from typing import Any
 
 import psutil
 
@@ -35,9 +33,8 @@ from instructor.grading.sandbox import walls
 from instructor.grading.submission import checker
 from instructor.grading.submission.enclosure import Enclosure
 from instructor.grading.submission.results import Job, WarmUp, how_it_ended
-from instructor.grading.submission.warmup import Warm, make_shell, run_setup, warm_up
+from instructor.grading.submission.warmup import Warm, run_setup, warm_up
 from instructor.grading.wire.channel import Channel, Closed
-from utils.kernels.warm_process import ForkedProcess, WarmProcess
 
 
 def serve(descriptor: int) -> None:
@@ -46,7 +43,6 @@ def serve(descriptor: int) -> None:
     channel = Channel(sock)
     options: WarmUp = pickle.loads(channel.receive()[1][0])  # from the worker, which is trusted
     os.chdir(options.folder)
-    runner = start_runner(options)
     warm, problems = warm_up(options)
     gc.collect()
     gc.freeze()  # or else the collector touches, and so copies, the memory of the libraries in every fork
@@ -64,7 +60,7 @@ def serve(descriptor: int) -> None:
             walls.die_with_parent()
             sock.close()
             ours.close()
-            _grade(descriptors[0], warm, theirs, runner)
+            _grade(descriptors[0], warm, theirs)
         theirs.close()
         _be_warden(ours, warm, process, descriptors[0])
         if status := os.waitpid(process, 0)[1]:
@@ -75,14 +71,13 @@ def serve(descriptor: int) -> None:
         os.close(descriptors[0])
 
 
-def _grade(descriptor: int, warm: Warm, warden: socket.socket, runner: socket.socket | None) -> None:
+def _grade(descriptor: int, warm: Warm, warden: socket.socket) -> None:
     """Run the checker's process, from fork to end.
 
     Args:
         descriptor: of the channel to the worker.
         warm: what the warm process has.
         warden: the socket to the warm process, which starts students' processes.
-        runner: the socket to the warden of the process that interprets Triton's kernels; None without Triton.
     """
     try:
         faulthandler.enable()
@@ -93,8 +88,8 @@ def _grade(descriptor: int, warm: Warm, warden: socket.socket, runner: socket.so
         channel = Channel(socket.socket(fileno=descriptor))
         job: Job = pickle.loads(channel.receive()[1][0])
 
-        def start(clean: bool = False, interpreting: bool = False) -> checker.StudentProcess:
-            return _ask_for_student(runner if interpreting and runner is not None else warden, clean)
+        def start(clean: bool = False) -> checker.StudentProcess:
+            return _ask_for_student(warden, clean)
 
         try:
             base = warm.base
@@ -130,36 +125,6 @@ def _ask_for_student(warden: socket.socket, clean: bool = False) -> checker.Stud
     return checker.StudentProcess(Channel(ours), read, answer["walls"], end)
 
 
-# ---- Triton's interpreter ----------------------------------------------------------------------------------------
-
-
-def start_runner(options: WarmUp) -> socket.socket | None:
-    """Start a second warm process, in which Triton interprets kernels; returns its socket, or None without Triton.
-
-    Triton decides at its import whether it compiles or interprets, so the process is forked before that import.
-    """
-    if "triton" in sys.modules or importlib.util.find_spec("triton") is None:
-        return None
-    ours, theirs = socket.socketpair()
-    if os.fork():
-        theirs.close()
-        return ours
-    try:
-        walls.die_with_parent()
-        ours.close()
-        os.environ["TRITON_INTERPRET"] = "1"
-        importlib.import_module("triton.experimental.gluon")  # else each kernel's launch would load it
-        interpreter: Any = importlib.import_module("utils.kernels.interpreter")
-        interpreter.repair()
-        assert isinstance(interpreter.PROCESS, WarmProcess)
-        interpreter.PROCESS = ForkedProcess(interpreter.answer)  # torch and Triton are loaded here already
-        shell = make_shell()
-        gc.freeze()
-        _be_warden(theirs, Warm(options, shell, {}))
-    finally:
-        os._exit(1)
-
-
 # ---- the warden --------------------------------------------------------------------------------------------------
 
 WATCH_EVERY = 0.5  # seconds between two looks at the memory of a submission's processes
@@ -167,20 +132,19 @@ WATCH_EVERY = 0.5  # seconds between two looks at the memory of a submission's p
 START, CLEAN, KILL = b"s", b"c", b"k"
 
 
-def _be_warden(sock: socket.socket, warm: Warm, checker_process: int = 0, worker: int | None = None) -> None:
+def _be_warden(sock: socket.socket, warm: Warm, checker_process: int, worker: int) -> None:
     """Start and end students' processes until the checker that asks has ended; this process runs no code of theirs.
 
     Args:
         sock: the socket to the checker.
         warm: what the students' processes inherit.
         checker_process: the checker, which is ended when the worker closes its channel.
-        worker: descriptor of that channel; None in a process that serves one checker after the other.
+        worker: descriptor of that channel.
     """
     folders: dict[int, str] = {}
     watch = select.poll()
     watch.register(sock, select.POLLIN)
-    if worker is not None:
-        watch.register(worker, 0)  # only that the other side has closed it
+    watch.register(worker, 0)  # only that the other side has closed it
     try:
         while True:
             events = dict(watch.poll(WATCH_EVERY * 1000))

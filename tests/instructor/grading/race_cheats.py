@@ -121,7 +121,6 @@ CHEATS = [
         "text",
         "step5_overlapped",
     ),
-    File("a hook before each launch", at_end("attention.add_pre_run_hook(print)"), "text", "add_pre_run_hook"),
     File("modules by way of a frame", after_imports("SECRET = gl.load.__globals__"), "text", "__globals__"),
     File(
         "Python at compile time",

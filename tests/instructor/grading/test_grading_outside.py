@@ -82,7 +82,6 @@ tries = {
     "a thread": lambda: ThreadPoolExecutor(1).submit(mask_mods.sliding_window, 3).result(),
     "closures": lambda: [c.cell_contents for c in mask_mods.both.__closure__ or ()] or mask_mods.both(before, before),
     "a table": lambda: gelu.VERSIONS["gelu_unfused"](None) if hasattr(gelu, "VERSIONS") else gelu.gelu_unfused(None),
-    "by hand": lambda: gelu._by_hand(None),
     "costs": lambda: costs.attended_pairs(1, 2),
 }
 for name, attempt in tries.items():

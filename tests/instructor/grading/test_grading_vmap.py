@@ -377,7 +377,7 @@ def test_checks_that_were_loaded_before_get_the_functions_that_run_behind_the_wa
     check.held = before
     monkeypatch.setitem(sys.modules, check.__name__, check)
     for key, held in list(sys.modules.items()):  # as they are again after this test
-        if key.startswith(("utils.checking", "utils.kernels.interpreter", "instructor.checks")):
+        if key.startswith(("utils.checking", "instructor.checks")):
             for attribute, value in list(vars(held).items()):
                 monkeypatch.setattr(held, attribute, value)
     put_behind_walls(base := {"mine": before}, lambda *call: call[:2])

@@ -1,6 +1,6 @@
 """Compile kernels of the ladder in this process and print what came out as JSON; run by test_offline.py.
 
-A process of its own: Triton's interpreter, which other tests use, excludes compiling, and a wrong target aborts.
+A process of its own, because a wrong target aborts.
 """
 
 import json

@@ -406,9 +406,11 @@ def test_triton_reaches_heads_and_rows_beyond_32_bits(shape, strides):
     code = f"""if True:
         import torch
         from utils.attention.backends.triton import forward
+        from utils.gluon_cpu import simulate
         far = torch.empty((1 << 31) + 8192, dtype=torch.float16).as_strided({shape}, {strides})
         near = torch.randn({shape}, dtype=torch.float16)
         far.copy_(near)
-        assert torch.equal(forward(far, far, far, True, 0.25, 0), forward(near, near, near, True, 0.25, 0))
+        with simulate():
+            assert torch.equal(forward(far, far, far, True, 0.25, 0), forward(near, near, near, True, 0.25, 0))
     """
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -352,7 +352,7 @@ COMPILED = [(3, 128, False), (6, 64, False), (6, 80, False), (6, 128, False), (6
 
 @pytest.mark.slow
 def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
-    """A process of its own: Triton's interpreter, which other tests use, excludes compiling."""
+    """A process of its own: a wrong kernel can end it."""
     import json
     import subprocess
     import sys

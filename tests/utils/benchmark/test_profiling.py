@@ -44,7 +44,6 @@ def test_what_one_call_launched():
     seen = launched(lambda: (x @ x).exp() + (x @ x))
     assert {"aten::mm", "aten::exp", "aten::add"} <= set(seen.operators)
     assert len(seen.operators) == len(set(seen.operators)) and seen.kernels == () and seen.launches == 0
-    assert seen.names == seen.operators
 
 
 def test_nvtx_range_shows_in_the_trace(prof):
@@ -183,7 +182,7 @@ def test_bad_input_to_profile_and_export(prof, tmp_path):
 def test_the_kernels_of_one_call_on_the_gpu():
     x = torch.randn(64, 64, device="cuda")
     seen = launched(lambda: (x.exp(), x.exp()))
-    assert len(seen.kernels) == 1 and seen.launches == 2 and seen.names == seen.kernels
+    assert len(seen.kernels) == 1 and seen.launches == 2
 
 
 @pytest.mark.gpu

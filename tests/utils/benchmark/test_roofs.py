@@ -78,7 +78,7 @@ def test_the_copy_is_far_larger_than_the_cache_and_fits_the_memory(monkeypatch):
     cpu = torch.device("cpu")
 
     def copy_bytes(free, cache):
-        monkeypatch.setattr(roofs, "available_memory_bytes", lambda: free)
+        monkeypatch.setattr(roofs, "available_memory_bytes", lambda device: free)
         monkeypatch.setattr(roofs, "last_level_cache_bytes", lambda: cache)
         return roofs._copy_bytes(cpu)
 

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; t
 from utils.checking import AnswerNeeded
 from utils.checking import kernel_exercises as exercises
 from utils.gluon_cpu import compiling
+from utils.kernels import warm_process
 
 ROOT = Path(__file__).parents[3]
 HEAD = """from triton.experimental import gluon
@@ -86,7 +87,7 @@ def test_sectors_are_counted(stride, piece, loads):
 @pytest.mark.parametrize("fork", [True, False])
 def test_it_compiles_for_hopper_and_the_compiler_is_heard(fork, monkeypatch):
     """Both in a fork and in a new process."""
-    monkeypatch.setattr(compiling, "_may_fork", lambda: fork)
+    monkeypatch.setattr(warm_process, "has_one_thread", lambda: fork)
     launch = move(1, 4)
     compiled = exercises.compile_for_hopper(COPY, launch)
     assert compiled["global loads"] >= 1 and compiled["global stores"] >= 1 and compiled["wgmma"] == 0
@@ -111,8 +112,8 @@ def test_the_compiler_points_at_the_line_inside_of_a_partition():
 
 
 def test_a_child_that_takes_too_long_is_a_message(monkeypatch):
-    monkeypatch.setattr(compiling, "answer", lambda text: time.sleep(60))
-    monkeypatch.setattr(compiling, "_may_fork", lambda: True)
+    monkeypatch.setattr(compiling.PROCESS, "work", lambda request: time.sleep(60))
+    monkeypatch.setattr(warm_process, "has_one_thread", lambda: True)
     monkeypatch.setattr(exercises, "COMPILE_SECONDS", 0.2)
     with pytest.raises(AssertionError, match="did not finish within 0 s"):
         exercises.compile_for_hopper(COPY, move(1, 4))

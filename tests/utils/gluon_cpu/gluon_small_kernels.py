@@ -258,13 +258,3 @@ def tile_of_other_elements(y_ptr):
     tile.store(gl.zeros([8, 16], gl.int32, gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])))
     desc = tma.make_tensor_descriptor(y_ptr, [8, 16], [16, 1], [8, 16], layout)
     tma.async_store(desc, [0, 0], tile)  # here
-
-
-@gluon.jit
-def count_by_atomics(y_ptr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    counts = gl.allocate_shared_memory(gl.int32, [8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    counts.store(gl.zeros([8], gl.int32, layout))
-    place = gl.arange(0, 128, layout)
-    counts.atomic_scatter_add(gl.full([128], 1, gl.int32, layout), place % 8, 0, mask=place < 100)
-    gl.store(y_ptr + gl.arange(0, 8, layout), counts.load(layout))

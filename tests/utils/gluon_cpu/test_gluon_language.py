@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tests.utils.gluon_cpu import gluon_language_kernels as kernels
 from utils import gluon_cpu
 from utils.attention import gluon as gluon_kernels
-from utils.gluon_cpu import interpreter
+from utils.gluon_cpu import interpreter, rewriting
 from utils.machine import versions
 
 clusters = pytest.mark.skipif(
@@ -334,7 +334,7 @@ def unnamed_layouts_of(module) -> list[str]:
     """Return the calls in a module's source that Triton 3.6 refuses because a layout has no name of its own."""
     tree, names = ast.parse(inspect.getsource(module)), vars(module)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [ast.unparse(call) for call in calls if interpreter.unnamed_layouts(call, names)]
+    return [ast.unparse(call) for call in calls if rewriting.unnamed_layouts(call, names)]
 
 
 def test_layouts_have_a_name_in_the_courses_kernels():

@@ -139,7 +139,7 @@ def test_simulator_and_gpu_agree(name):
 
 @pytest.mark.slow
 def test_the_correct_kernels_are_gluon_that_compiles_for_hopper(tmp_path):
-    """In a process of its own: Triton's interpreter, which other tests use, excludes compiling."""
+    """In a process of its own, which a wrong kernel can end."""
     code = (
         "import random\nfrom tests.utils.gluon_cpu import test_gluon_results as results\n"
         "from tests.utils.gluon_cpu.verdict_cases import compiling\n"

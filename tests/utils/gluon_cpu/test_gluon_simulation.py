@@ -380,10 +380,3 @@ def test_a_partition_waits_for_the_flag_of_another_one():
     with gluon_cpu.simulate():
         small.flag_between_partitions[(1,)](flag)
     assert flag.tolist() == [1, 2]
-
-
-def test_atomic_scatter_counts_each_index():
-    y = torch.zeros(8, dtype=torch.int32)
-    with gluon_cpu.simulate():
-        small.count_by_atomics[(1,)](y)
-    assert y.tolist() == [13, 13, 13, 13, 12, 12, 12, 12]

@@ -1,7 +1,6 @@
-"""The GEMM ladder: every rung against float64, on a CPU through Triton's interpreter, on a GPU compiled."""
+"""The GEMM ladder: every rung against float64, on a CPU in the simulator, on a GPU compiled."""
 
 import importlib.util
-import os
 import subprocess
 import sys
 
@@ -9,8 +8,8 @@ import pytest
 import torch
 
 from tests.utils.kernels.products import ROUNDING, assert_product
+from utils.gluon_cpu import simulate
 from utils.kernels import gemm
-from utils.kernels.interpreter import run_interpreted_cases
 
 TRITON_RUNGS = ["gemm_naive", "gemm_tiled", "gemm_tiled_grouped", "gemm_autotuned"]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -38,7 +37,7 @@ def operands(dtype, device="cpu"):
 
 
 def cases_of(name):
-    """The operands on which a rung is interpreted, all in one process, which refuses any access outside of them."""
+    """The operands on which a rung is simulated, which refuses any access outside of them."""
     cases = [case for dtype in ROUNDING for case in operands(dtype)]
     if name in ("gemm_tiled", "gemm_tiled_grouped"):
         cases += [
@@ -53,9 +52,10 @@ def cases_of(name):
 
 @needs_triton
 @pytest.mark.parametrize("name", TRITON_RUNGS)
-def test_rungs_compute_the_product_in_the_interpreter(name):
-    cases = cases_of(name)
-    for (a, b), c in zip(cases, run_interpreted_cases(name, cases), strict=True):
+def test_rungs_compute_the_product_in_the_simulator(name):
+    for a, b in cases_of(name):
+        with simulate():
+            c = gemm.LADDER[name](a, b)
         assert_product(c, a, b, name)
 
 
@@ -76,20 +76,19 @@ def test_refusals_say_what_was_given():
             with pytest.raises(error, match=word) as refusal:
                 rung(*operands)
             assert name in str(refusal.value)
-    with pytest.raises(ValueError, match=r"run_interpreted\('gemm_tiled'"):
+    with pytest.raises(ValueError, match=r"with simulate\(\): gemm_tiled"):
         gemm.gemm_tiled(torch.ones(2, 2), torch.ones(2, 2))
 
 
 @needs_triton
-def test_the_ladder_imports_no_triton_and_refuses_cpu_tensors_if_triton_was_imported_to_compile():
+def test_the_ladder_imports_no_triton_and_refuses_a_process_that_interprets():
     code = (
-        "import os, sys, torch, utils.kernels.gelu, utils.kernels.interpreter\nfrom utils.kernels.gemm import gemm_tiled\n"
-        "print('triton' in sys.modules)\nimport triton\nos.environ['TRITON_INTERPRET'] = '1'  # too late\n"
+        "import os, sys, torch, utils.kernels.gelu, utils.gluon_cpu\nfrom utils.kernels.gemm import gemm_tiled\n"
+        "print('triton' in sys.modules)\nos.environ['TRITON_INTERPRET'] = '1'\n"
         "gemm_tiled(torch.ones(2, 2), torch.ones(2, 2))"
     )
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.strip() == "False" and "imported without TRITON_INTERPRET=1" in done.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "False" and "restart without the variable" in done.stderr
 
 
 @pytest.mark.gpu

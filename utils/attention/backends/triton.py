@@ -1,10 +1,10 @@
-"""FlashAttention in plain Triton: for GPUs before Hopper, and for a CPU through Triton's interpreter.
+"""FlashAttention in plain Triton: for GPUs before Hopper, and for a CPU in the simulator.
 
 One program owns BLOCK_M rows of queries and walks over the keys in blocks: scores, running maximum and sum, rescale,
 second product. Triton decides about shared memory, pipelining and the tensor-core instruction.
 
     part       what
-    tile       BLOCK_M x BLOCK_N: 128 x 64 (head dim up to 128), 64 x 32 beyond; interpreter: 128 x 128
+    tile       BLOCK_M x BLOCK_N: 128 x 64 (head dim up to 128), 64 x 32 beyond; simulator: 128 x 128
     pipeline   num_stages=2, by Triton
 """
 
@@ -21,7 +21,7 @@ LOG2_E = 1.4426950408889634  # the kernel uses exp2: e^x = 2^(x log2 e)
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int) -> torch.Tensor:
-    """Launch the kernel, compiled or interpreted, whichever mode Triton has in this process; window 0 is no window."""
+    """Launch the kernel; window 0 is no window."""
     import triton
 
     from utils.attention.backends.triton_kernel import flash_forward_kernel
@@ -48,9 +48,10 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) ->
     if q.is_cuda:
         with torch.cuda.device(q.device):
             return forward(*arguments)
-    from utils.kernels.interpreter import run_interpreted
+    from utils.gluon_cpu import simulate
 
-    return run_interpreted("utils.attention.backends.triton.forward", *arguments)
+    with simulate():
+        return forward(*arguments)
 
 
 def _refuses(problem: Problem) -> str:
@@ -68,20 +69,19 @@ def _refuses(problem: Problem) -> str:
 def _machine() -> Support:
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return triton_support()
-    # On a CPU the kernel runs in a process of its own, whatever this process did with Triton.
-    return Support(True, "Through Triton's interpreter, in a process of its own: for small tensors.")
+    return Support(True, "In the simulator: for small tensors.")
 
 
 def _implementation() -> str:
     from importlib import metadata
 
-    return f"Triton {metadata.version('triton')}, " + ("compiled" if torch.cuda.is_available() else "interpreted")
+    return f"Triton {metadata.version('triton')}, " + ("compiled" if torch.cuda.is_available() else "simulated")
 
 
 BACKENDS = {
     "triton": Backend(
         name="triton",
-        summary="FlashAttention in plain Triton (Ampere and later; a CPU through the interpreter)",
+        summary="FlashAttention in plain Triton (Ampere and later; a CPU in the simulator)",
         machine=_machine,
         refuses=refuse_functions(_refuses),
         bind=bind_plain(_run),

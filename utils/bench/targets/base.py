@@ -66,7 +66,7 @@ class Built:
 def interpreted(name: str, device: torch.device) -> Support:
     """Refuse a kernel in Triton on a CPU."""
     if device.type == "cpu":
-        return Support(False, f"{name} on a CPU runs in Triton's interpreter, whose time says nothing.", "Use a GPU.")
+        return Support(False, f"{name} on a CPU runs in the simulator, whose time says nothing.", "Use a GPU.")
     return Support(True)
 
 

@@ -1,4 +1,4 @@
-"""Questions 1.5 and bonus 5.6: the student's Triton kernels, in Triton's interpreter."""
+"""Questions 1.5 and bonus 5.6: the student's Triton kernels, in the simulator."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ import torch
 import torch.nn.functional as F
 
 from utils.checking import expect_close, visible
+from utils.checking.kernel_exercises import LIMITS, describe
 from utils.checking.mistakes import flash_mistake, name_mistakes
 from utils.checking.verdicts import raises_not_implemented
-from utils.kernels import interpreter
-
-# Appended to the student's file, and run in the interpreter's process.
-WATCHED_PRODUCTS = """
-
-def watch_products_of_the_check():
-    # Returns the products that each program makes by tl.dot, {program: number}.
-    from triton.runtime import interpreter
-
-    builder, products = interpreter.interpreter_builder, {}
-
-    def dot(a, b, d, precision, *rest):
-        if a.dtype.is_fp32() and "IEEE" not in str(precision):
-            raise ValueError('tl.dot without input_precision="ieee": a GPU would round float32 tiles to ten bits')
-        products[builder.grid_idx] = products.get(builder.grid_idx, 0) + 1
-        return type(builder).create_dot(builder, a, b, d, precision, *rest)
-
-    builder.create_dot = dot
-    return products
-"""
+from utils.gluon_cpu.compiling import import_file, write_source
+from utils.gluon_cpu.simulation import simulate
 
 
-def interpreted(source: str, function: str, cases: dict[str, tuple], timeout: float = 60) -> dict[str, torch.Tensor]:
-    """Return what a function of a file of kernels returns in each case; a failure is told with its case."""
+def run_cases(
+    source: str, file: str, function: str, cases: dict[str, tuple], most: int = 1 << 20
+) -> dict[str, tuple[torch.Tensor, list[int]]]:
+    """Run a function of a file of kernels in the simulator; return its output, and how often each program calls tl.dot.
+
+    Args:
+        source: the text of the file.
+        file: the name of the file.
+        function: the name of the function that launches a kernel and returns its output.
+        cases: {name: arguments of the function}.
+        most: the length of the longest tl.arange that a program may make.
+    """
+    results, place = {}, ""
     try:
-        # By its module: while an answer is graded, another function stands there, which runs the file behind walls.
-        results = interpreter.run_interpreted_cases((source, function), list(cases.values()), timeout=timeout)
-    except interpreter.InterpretedKernelError as error:
-        place = f" on {list(cases)[error.case]}" if error.case is not None else ""
-        raise AssertionError(f"the kernel failed{place}: {error.in_short}") from None
-    return dict(zip(cases, results, strict=True))
+        launcher = getattr(import_file(write_source(source, file)), function)
+        for name, arguments in cases.items():
+            place = f" on {name}"
+            with simulate(timeline=1 << 20, **LIMITS) as run:
+                output = launcher(*arguments)
+            if run.longest > most:
+                raise ValueError(f"a block of {run.longest}, and the largest here has {most}: work block by block")
+            results[name] = output, [sum(event.kind == "dot" for event in events) for events in run.programs()]
+    except (Exception, SystemExit) as error:
+        report = getattr(error, "report", None)  # the simulator's
+        words = describe(report).replace("gl.", "tl.") if report else f"{type(error).__name__}: {error}"
+        raise AssertionError(f"the kernel failed{place}: {words}") from None
+    return results
 
 
 def _launched(source: str, launcher: str, cases: dict[str, tuple]) -> dict[str, torch.Tensor]:
@@ -51,9 +52,8 @@ def _launched(source: str, launcher: str, cases: dict[str, tuple]) -> dict[str, 
             f"not answered yet: {unwritten} of 2 gaps in {launcher}_triton.py still say raise NotImplementedError()."
         )
     assert find_spec("triton"), "Triton is not installed here (it exists for Linux), so the kernel waits for grading"
-    print(f"running {launcher}_triton.py in the interpreter ...", flush=True)
-    entry = f"\n\ndef entry_of_the_check(*case):\n    watch_products_of_the_check()\n    return {launcher}(*case)\n"
-    return interpreted(source + WATCHED_PRODUCTS + entry, "entry_of_the_check", cases)
+    results = run_cases(source, f"{launcher}_triton.py", launcher, cases)
+    return {name: output for name, (output, _) in results.items()}
 
 
 @visible("1.5", "GEMM in Triton")
