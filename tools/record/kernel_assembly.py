@@ -60,7 +60,7 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
         shape = Shape(64, 8, 4, tokens, 4096, head_dim)
         yield (
             f"decode, head dim {head_dim}, {tokens} new tokens in groups of 4 heads",
-            lambda shape=shape: compile_decode(choose_tile(shape)),
+            lambda shape=shape: compile_decode(choose_tile(shape, 132)),
         )
     for plan in PLANS:
         for dtype in ("bf16", "fp16"):

@@ -73,6 +73,7 @@ def run(
     max_seconds: Annotated[
         float | None, typer.Option(help="Most seconds of each case's timing, warm-up included.")
     ] = None,
+    discard: Annotated[str, typer.Option(help="Samples to leave out: outliers, throttled, or both, by a comma.")] = "",
     run_id: Annotated[str | None, typer.Option(help="Name of the run's folder; default: date and time.")] = None,
     artifacts_dir: ArtifactsDir = Path("artifacts"),
     inputs: Annotated[
@@ -107,6 +108,7 @@ def run(
     words = sys.argv[sys.argv.index("bench") + 1 :] if "bench" in sys.argv else sys.argv[1:]
     names = [part for name in [*(targets or []), *(more or [])] for part in name.split(",") if part]
     given = {"l2": l2, "graph": graph, "warmup": warmup, "iterations": iterations, "max_seconds": max_seconds}
+    given["discard"] = discard.split(",") if discard else None
     timing = {name: value for name, value in given.items() if value is not None}
     command = ["labs", "bench", *map(shlex.quote, words)]
     with errors_as_lines():

@@ -32,7 +32,7 @@ def _row(case: dict, side: str) -> dict:
         low, high = measured.interval_ms
         row |= {name: getattr(measured, name) for name in STATISTICS}
         row |= {"low_ms": low, "high_ms": high, "samples": len(measured.samples_ms)}
-        row["outliers"] = measured.method.get("outliers")
+        row |= {name: measured.method.get(name) for name in ("outliers", "throttled", "discarded")}
         if "heads" in work:
             row["queries_per_s"] = work["batch"] * work["heads"] * work["seq_len"] / (measured.median_ms / 1e3)
     if (check := case["verification"].get(side)) is not None:

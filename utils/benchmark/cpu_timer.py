@@ -42,6 +42,7 @@ class Call:
         self.issue_ms: float | None = None  # CPU time to issue it
         self.gpu_ms: float | None = None  # shortest time of one run between two events
         self.queueable = True  # False: the function waits for the GPU, so nothing can be queued behind it
+        self.timed: list[tuple[bool, bool]] = []  # of a GPU's samples: queued ahead of it, and its clocks held back
         self.notes: list[str] = []
 
     def prime(self, previous: Call | None) -> None:

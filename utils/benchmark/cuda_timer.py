@@ -28,12 +28,14 @@ from collections.abc import Sequence
 import torch
 
 from utils.benchmark.cpu_timer import Call, CpuTimer, collector_paused
+from utils.machine.environment import gpu_state, held_back
 
 GPU_SAMPLE_MS = 0.200  # events resolve about 0.5 us: 0.25% of a sample this long
 GPU_SHORT_MS = 0.100  # several calls of a shorter kernel share one pair of events
 MAX_GPU_CALLS = 200  # calls in one sample
 BURST_ISSUE_MS = 3.0  # a stream takes about 1000 launches before the CPU has to wait: stay well below
 MAX_SPIN_MS = 50.0
+STATE_S = 0.1  # between two readings of the clocks: the GPU rests where a reading takes longer than the burst
 WORK_MS = 1.0  # of a call's work that is queued as one piece
 LONGEST_BURST = 100  # samples
 BURST_TRIES = 4
@@ -74,6 +76,8 @@ class CudaTimer(CpuTimer):
         self.device, self.graph, self.queue_ahead = device, graph, queue_ahead
         self.separate = False  # a burst of several functions failed: each function gets bursts of its own
         self.margin = MIN_MARGIN
+        self.state: dict = {}  # of the GPU, when it was last read in a timed burst
+        self.read_s = -math.inf
         self.flush_bytes = 0
         self.cycles_per_ms = _spin_cycles_per_ms(device.index) if queue_ahead else 0.0
         if cold:
@@ -162,6 +166,8 @@ class CudaTimer(CpuTimer):
                 call.play(call.runs_per_sample, phase)
                 end.record()
                 ahead = ahead and not begin.query()
+            if phase == "timed" and time.perf_counter() > self.read_s + STATE_S:  # the GPU is still at the burst
+                self.state, self.read_s = gpu_state(self.device), time.perf_counter()
             self.synchronize()
         except Exception as error:  # CUDA reports an error of the GPU at some later call
             labels = " and ".join(sorted({call.label for call in burst}))
@@ -190,6 +196,8 @@ class CudaTimer(CpuTimer):
                     if ahead:
                         call.gpu_ms = min(call.gpu_ms or run_ms, run_ms)
                     times_ms.append(run_ms / call.calls_per_run)
+                    if phase == "timed":
+                        call.timed.append((ahead, bool(held_back(self.state))))
         return times_ms
 
     def work(self, call: Call, seconds: float) -> None:
@@ -229,7 +237,10 @@ class CudaTimer(CpuTimer):
 
     def describe(self, call: Call) -> dict:
         """Describe the clock, the flush and the queue."""
-        queue = "as issued: launch gaps are included"
-        if self.queue_ahead and call.queueable:
-            queue = "kept ahead by a spin kernel: device work only, no launch gaps"
+        ahead, taken = sum(ahead for ahead, _ in call.timed), len(call.timed)
+        queue = "kept ahead by a spin kernel: device work only, no launch gaps"
+        if not ahead:
+            queue = "as issued: launch gaps are included"
+        elif ahead < taken:
+            queue = f"kept ahead by a spin kernel for {ahead} of {taken} samples; the others include launch gaps"
         return {"clock": self.clock, "l2_flush_bytes": self.flush_bytes or None, "queue": queue}

@@ -3,9 +3,9 @@
     >>> measure(torch.matmul, a, b, flops=2 * n**3, dtype="bf16", roofs=machine_roofs(), l2="cold")
     >>> compare(naive, fused, x)                       # "fused is 1.83x as fast as naive [1.81, 1.84]: faster"
 
-Every raw sample is kept, and `method` records how the samples were taken. A keyword that is not an option of `measure`
-goes to the function. If a keyword of the function has the name of an option (`label`, `bytes`, ...), bind it first
-with `functools.partial`.
+Every raw sample is kept unless `discard` leaves it out, and `method` records how the samples were taken. A keyword that
+is not an option of `measure` goes to the function. If a keyword of the function has the name of an option (`label`,
+`bytes`, ...), bind it first with `functools.partial`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def measure(fn: Callable, *args, label: str | None = None, **options) -> Measure
         *args: its arguments.
         label: name in the result. Default: the function's name.
         **options: the fields of `Timing`, which says what they mean: `warmup`, `iterations`, `device`, `flops`, `bytes`,
-            `roofs`, `dtype`, `l2`, `graph`, `max_seconds`, `calls_per_sample`, `queue_ahead`. Other keywords go to `fn`;
-            for a keyword of `fn` that is also an option here, use `functools.partial`.
+            `roofs`, `dtype`, `l2`, `graph`, `max_seconds`, `calls_per_sample`, `queue_ahead`, `discard`. Other keywords go to
+            `fn`; for a keyword of `fn` that is also an option here, use `functools.partial`.
     """
     check_callable("measure", fn)
     timing, kwargs = _timing(options, args, fn)

@@ -73,8 +73,13 @@ class Measurement:
     def doubts(self) -> list[str]:
         """Name what makes the measurement doubtful: odd samples, a time beyond roof or floor, held back clocks, notes."""
         method, found = self.method, []
-        if count := method.get("outliers"):
-            found.append(f"{count} sample{'s' * (count > 1)} far above the others (outliers)")
+        for name, words in (
+            ("outliers", "far above the others (outliers)"),
+            ("throttled", "taken while the GPU's clocks were held back"),
+            ("discarded", "left out, with the samples of the same rounds"),
+        ):
+            if count := method.get(name):
+                found.append(f"{count} sample{'s' * (count > 1)} {words}")
         found += method.get("notes", [])
         if self.over_roof:
             found.append(

@@ -54,6 +54,8 @@ class Timing:
         bytes: bytes read and written by one call, for `gb_s` and `roof_share`.
         roofs: a `Roofs`, such as `machine_roofs()`; a measured roof that a result exceeds is measured again.
         dtype: "fp16", "bf16", "fp32", "tf32" or "fp8": the peak among the roofs. Default: the dtype of the tensors.
+        discard: leave out "outliers" (see `intervals.outliers`), "throttled" samples (taken while a GPU's clocks were held
+            back), or both; the result counts them in any case.
     """
 
     device: Any = None
@@ -68,6 +70,7 @@ class Timing:
     bytes: float | None = None
     roofs: Any = None
     dtype: Any = None
+    discard: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         whole_number("warmup", self.warmup, 0)
@@ -88,6 +91,8 @@ class Timing:
         for name, value in (("flops", self.flops), ("bytes", self.bytes)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is the count of one call, above 0, got {value!r}; None leaves it out.")
+        if not set(self.discard) <= {"outliers", "throttled"}:
+            raise ValueError(f"discard is {self.discard!r}; it is a list of 'outliers' and 'throttled'.")
 
     @property
     def cold(self) -> bool:
@@ -125,9 +130,12 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
     stopped = f"all {timing.iterations} iterations done"
     if len(samples[0]) < timing.iterations:
         stopped = f"time budget of {timing.max_seconds:g} s used after {len(samples[0])} of {timing.iterations} samples"
+    throttled = [[index for index, (_, held) in enumerate(call.timed) if held] for call in prepared]
+    known = (gpu_before or {}).get("throttle_reasons") is not None  # not by an old driver, and not of a CPU
+    samples, counts, remarks = leave_out(samples, throttled if known else [], timing.discard)
     measurements, facts = [], environment(timing.device)
-    for call, times, floor_ms in zip(prepared, samples, floors, strict=True):
-        notes = list(call.notes)
+    for call, times, floor_ms, counted in zip(prepared, samples, floors, counts, strict=True):
+        notes = [*call.notes, *remarks]
         if call.warmed_up < timing.warmup:
             notes.append(f"the time budget cut the warm-up to {call.warmed_up} of {timing.warmup} calls")
         median_ms = float(np.median(times))
@@ -146,13 +154,34 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
             "floor_ms": floor_ms,
             "below_floor": median_ms <= FLOOR_MARGIN * floor_ms,
             "seconds": seconds,
-            "outliers": len(stats.outliers(times)),
+            **counted,
             "gpu_before": gpu_before,
             "gpu_after": gpu_after,
             "notes": notes,
         }
         measurements.append(Measurement(tuple(times), (low, high), call.label, method=method, environment=facts))
     return measurements
+
+
+def leave_out(
+    samples: list[list[float]], throttled: list[list[int]], discard: Sequence[str]
+) -> tuple[list[list[float]], list[dict], list[str]]:
+    """Leave out the rounds that `discard` names; return the other samples, each function's counts, and what else to note.
+
+    A round is left out for all functions, so that pairs stay pairs. Without `throttled`, it is not known which samples are.
+    """
+    notes, taken = [], len(samples[0])
+    odd = [{"outliers": stats.outliers(times)} for times in samples]
+    for rounds, held in zip(odd, throttled, strict=False):
+        rounds["throttled"] = held
+    if not throttled and "throttled" in discard:
+        notes.append("whether clocks were held back is not known here: no sample is left out as throttled")
+    dropped = {index for rounds in odd for name in discard for index in rounds.get(name, ())}
+    if 2 * len(dropped) > taken:
+        notes.append(f"{len(dropped)} of {taken} samples were to be left out: they are no exception, and all are kept")
+        dropped = set()
+    kept = [[ms for index, ms in enumerate(times) if index not in dropped] for times in samples]
+    return kept, [{name: len(of) for name, of in rounds.items()} | {"discarded": len(dropped)} for rounds in odd], notes
 
 
 def clocks_move(state: dict) -> bool:
@@ -169,9 +198,8 @@ def clocks_move(state: dict) -> bool:
 def spread_samples(timer: CudaTimer, call: Call, timing: Timing) -> Iterator[float]:
     """Yield samples of a function that is timed alone, spread over time, with the GPU at the same work in between."""
     moving, last = False, time.perf_counter()
-    for taken in itertools.count():
-        looks = not moving and taken % max(1, timing.iterations // stats.BLOCKS) == 0
-        if looks and (moving := clocks_move(gpu_state(timing.device))):
+    while True:
+        if not moving and (moving := clocks_move(timer.state)):
             call.notes.append("the GPU's clocks moved; `compare` times two functions at the same clocks")
         seconds = min(MOVING_S if moving else STEADY_S, 0.25 * (timing.max_seconds or math.inf))
         # The spin before a burst lets the GPU rest, longer on a slow host, and at its power limit it is faster afterwards:
@@ -180,6 +208,7 @@ def spread_samples(timer: CudaTimer, call: Call, timing: Timing) -> Iterator[flo
         if (rest := last + seconds / timing.iterations - BURST * sample_s - time.perf_counter()) > 0:
             timer.work(call, rest)
         sample_ms = timer.sample([call] * BURST)[-1]
+        del call.timed[-BURST:-1]
         last = time.perf_counter()
         yield sample_ms
 

@@ -30,7 +30,7 @@ from collections.abc import Callable
 import torch
 
 from utils.kernels.handle import KEPT, layout, observed
-from utils.machine.device import gluon_support, interpreter_requested, triton_support
+from utils.machine.device import gluon_support, triton_support
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -125,11 +125,8 @@ def check_operands(name: str, a: torch.Tensor, b: torch.Tensor, dtypes=tuple(DTY
 
 def check_triton(name: str, tensor: torch.Tensor, given: str) -> None:
     """Raise an error unless Triton kernels run on the tensor's device: compiled on a GPU, or on a CPU in the simulator."""
-    if interpreter_requested():
-        raise ValueError(
-            f"{name} got {given} in a process with TRITON_INTERPRET set, whose bf16 is wrong: restart without the "
-            "variable. On a CPU, `with simulate():` of utils.gluon_cpu runs the kernel."
-        )
+    if not (support := triton_support()):
+        raise RuntimeError(f"{name} is a Triton kernel. {support.reason} {support.remedy}")
     jit = sys.modules.get("triton.runtime.jit")
     if jit is not None and jit.JITFunction.run.__module__ != jit.__name__:
         return  # launches go to the simulator
@@ -138,8 +135,6 @@ def check_triton(name: str, tensor: torch.Tensor, given: str) -> None:
             f"{name} is a GPU kernel; got {given} on {tensor.device}. Move the input with .to('cuda'), or see on a "
             f"CPU what it computes: `with simulate(): {name}(...)`, from utils.gluon_cpu."
         )
-    if not (support := triton_support()):
-        raise RuntimeError(f"{name} is a Triton kernel. {support.reason} {support.remedy}")
 
 
 def _launch(rung: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -132,29 +132,18 @@ def cuda_support() -> Support:
     return Support(True, f"torch {torch.__version__} computes on {name}.")
 
 
-def triton_mode() -> str | None:
-    """Return how Triton kernels run in this process: "compiled", "interpreter", or None if they cannot."""
-    interpreted = interpreter_requested() or not cuda_support()
-    return ("interpreter" if interpreted else "compiled") if triton_support() else None
-
-
 def triton_support() -> Support:
-    """Whether Triton kernels run here, and whether compiled for the GPU or only through the interpreter."""
+    """Whether Triton kernels run here: compiled for the GPU, or in the simulator where there is none."""
     version = package_version("triton")
     if version is None:
         return unsupported("Triton is not installed.", "Install the package triton; it has wheels for Linux only.")
-    requested = "interpreter" if interpreter_requested() else "compiled"
-    imported, cuda = _triton_imported_as(), cuda_support()
-    if imported not in (None, requested) or (imported == "compiled" and not cuda):
-        how = {"interpreter": "with TRITON_INTERPRET=1", "compiled": "without TRITON_INTERPRET=1"}
+    if interpreter_requested():
         return unsupported(
-            f"Triton {version} was imported {how[imported]} and has one mode for the whole process.",
-            f"Restart Python {how[requested if cuda else 'interpreter']} from the first import of triton on.",
+            f"Triton {version} interprets kernels in this process, as TRITON_INTERPRET asks.",
+            "Restart Python without TRITON_INTERPRET: on a CPU, simulate() of utils.gluon_cpu runs kernels.",
         )
-    if requested == "interpreter" or not cuda:
-        why = "TRITON_INTERPRET is set" if cuda else "there is no NVIDIA GPU"
-        remedy = "" if requested == "interpreter" else "Set TRITON_INTERPRET=1 before the first import of triton."
-        return Support(True, f"Triton {version} runs kernels only through its interpreter: {why}.", remedy)
+    if not cuda_support():
+        return Support(True, f"Triton {version} runs kernels in the simulator: there is no NVIDIA GPU.")
     major, minor = compute_capability() or (0, 0)
     if major < 8:
         return unsupported(
@@ -167,16 +156,11 @@ def triton_support() -> Support:
 
 
 def interpreter_requested() -> bool:
-    """Whether TRITON_INTERPRET asks for Triton's interpreter, in any of the spellings that Triton accepts."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-
-
-def _triton_imported_as() -> str | None:
-    """Return the mode in which Triton was imported, read from its own jitted functions; None if it is not imported."""
+    """Whether Triton interprets kernels in this process, because TRITON_INTERPRET is set or was when Triton was imported."""
+    if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y"):
+        return True
     standard = sys.modules.get("triton.language.standard")
-    if standard is None:
-        return None
-    return "interpreter" if type(standard.sum).__name__ == "InterpretedFunction" else "compiled"
+    return standard is not None and type(standard.sum).__name__ == "InterpretedFunction"
 
 
 @functools.cache
@@ -223,14 +207,7 @@ def offline_compile_support() -> Support:
 
 def compile_support() -> Support:
     """Whether torch.compile works here: a CPU needs a C++ compiler and AVX2, a GPU needs Triton."""
-    if default_device().type == "cpu":
-        return _compile_on_cpu()
-    if triton_mode() == "interpreter":
-        return unsupported(
-            "torch.compile needs Triton's compiler, and TRITON_INTERPRET is set.",
-            "Restart Python without TRITON_INTERPRET.",
-        )
-    return triton_support()
+    return _compile_on_cpu() if default_device().type == "cpu" else triton_support()
 
 
 @functools.cache

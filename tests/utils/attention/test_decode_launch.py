@@ -146,14 +146,14 @@ def launched(monkeypatch):
     return calls
 
 
-def problem(batch=8, slots=1024):
+def problem(batch=9, slots=1024):
     q, k, v = torch.randn(batch, 32, 1, 128), torch.randn(batch, 8, slots, 128), torch.randn(batch, 8, slots, 128)
     return *(x.bfloat16() for x in (q, k, v)), torch.full((batch,), slots, dtype=torch.int32)
 
 
 def test_a_kept_launch_gets_the_tensors_of_this_call(launched):
-    attention_decode(*problem(6)[:3], seqlens=problem(6)[3])
-    q, k, v, lengths = problem(6)
+    attention_decode(*problem()[:3], seqlens=problem()[3])
+    q, k, v, lengths = problem()
     out = attention_decode(q, k, v, seqlens=lengths)
     assert launched.pop(0) == "compiled" and len(launched) == 4
     (first, sizes), (merge, merge_sizes) = launched[-2:]

@@ -58,11 +58,15 @@ def labs_bench(*words):
 
 
 def test_a_function_of_the_users_own_is_verified_timed_and_swept(folder):
-    done, document = labs_bench("mine:fused", "--against", "mine:plain", *INPUTS, "--sweep", "n=16:64:x2")
+    done, document = labs_bench(
+        "mine:fused", "--against", "mine:plain", *INPUTS, "--sweep", "n=16:64:x2", "--discard", "outliers,throttled"
+    )
     assert done.exit_code == 0 and [case["swept"]["n"] for case in document["cases"]] == ["16", "32", "64"]
     case = document["cases"][-1]
     assert case["workload"] == {"inputs": "x 64x32 randn fp32; w 32x16 randn fp32"}
     assert case["cost"]["flops"] == 2 * 64 * 32 * 16 and case["cost"]["bytes"] == 4 * (64 * 32 + 32 * 16 + 64 * 16)
+    assert any("no sample is left out as throttled" in note for note in case["notes"]), "a CPU's clocks are not read"
+    assert all({"outliers", "throttled", "discarded"} <= row.keys() and row["discarded"] >= 0 for row in rows(document))
     assert case["comparison"]["verdict"] and any("aten::mm" in name for name in case["ran"]["optimized"]["operators"])
     assert (
         case["verification"]["optimized"]["whole_bound"] < 1e-5 and "compared with plain in float64." in case["notes"]
@@ -106,6 +110,7 @@ def test_what_a_function_was_compared_with_is_said():
         (["mine:fused", "--input", "x"], "write it as"),
         ([SDPA, "--input", "x=randn(4)"], "module:function"),
         ([SDPA, "--sweep", "seq_length=16,32"], "No such option '--seq-length'"),
+        ([SDPA, "--discard", "slow"], "--discard is ['slow']; it is a list of 'outliers' and 'throttled'"),
     ],
 )
 def test_bad_input_is_one_line(folder, words, said):

@@ -161,6 +161,8 @@ def test_an_exception_goes_through_with_label_and_phase():
         ({"l2": "hot"}, 'l2 must be "warm" or "cold", got \'hot\''),
         ({"l2": "cold", "calls_per_sample": 4}, "only the first of calls_per_sample=4 calls would be cold"),
         ({"max_seconds": 0}, "max_seconds must be a finite number above 0"),
+        ({"discard": "outliers"}, "discard is 'outliers'; it is a list of 'outliers' and 'throttled'"),
+        ({"discard": ["slow"]}, "discard is ['slow']"),
         ({"device": "meta"}, "CUDA GPUs and CPUs are measured, not 'meta'"),
         ({"graph": True, "device": "cpu"}, "graph=True captures a CUDA graph and needs a CUDA GPU"),
     ],
@@ -258,8 +260,8 @@ def test_samples_of_a_and_b_are_interleaved():
 class PacedTimer:
     """A timer whose samples take 1 ms each and are numbered by the clock of the run, which is moved on by hand."""
 
-    def __init__(self, clock):
-        self.clock, self.busy = clock, 0.0
+    def __init__(self, clock, state):
+        self.clock, self.busy, self.state = clock, 0.0, state
 
     def work(self, call, seconds):
         self.clock[0] += seconds
@@ -267,6 +269,7 @@ class PacedTimer:
 
     def sample(self, calls):
         self.work(None, 0.001 * len(calls))
+        calls[0].timed += [(True, False)] * len(calls)
         return [1e3 * self.clock[0]] * len(calls)
 
 
@@ -295,29 +298,54 @@ def test_whether_the_clocks_move(state, moves):
 )
 def test_a_measurement_is_spread_over_time_with_the_gpu_at_work(monkeypatch, state, budget_s, seconds):
     clock = [0.0]
-    monkeypatch.setattr(sampling, "gpu_state", lambda device: state)
     monkeypatch.setattr(sampling.time, "perf_counter", lambda: clock[0])
     options = dict(warmup=0, iterations=20, l2="warm", graph=False, max_seconds=budget_s)
     gpu = torch.device("cuda", 0)
     timing = sampling.Timing(gpu, **options, calls_per_sample=None, queue_ahead=True)
-    timer, call = PacedTimer(clock), Call(busy, (), {}, "busy")
+    timer, call = PacedTimer(clock, state), Call(busy, (), {}, "busy")
     call.run_ms = 1.0
     spread = sampling.spread_samples(timer, call, timing)
     (taken,) = sampling._collect(timer, [call], None, timing, 0.0, spread)
-    assert len(taken) == 20 and len(call.notes) == (state != STEADY)
+    assert len(taken) == len(call.timed) == 20 and len(call.notes) == (state != STEADY)
     assert clock[0] == pytest.approx(timer.busy) == pytest.approx(seconds, abs=0.05)  # the GPU never rests
     assert max(b - a for a, b in itertools.pairwise([0.0, *taken])) <= 1e3 * seconds / 20 * 2  # evenly spread
 
 
-def test_a_far_sample_is_named(monkeypatch):
+def test_a_far_sample_is_named_and_left_out_where_that_is_asked_for(monkeypatch):
     turns = itertools.count()
 
     def sample(self, sequence, phase="timed"):
         return [30.0 if next(turns) % 13 == 7 else 1.0 for _ in sequence]
 
     monkeypatch.setattr(sampling.CpuTimer, "sample", sample)
-    named = measure(busy, 0.1, warmup=0, iterations=39, calls_per_sample=1)
+    options = {"warmup": 0, "iterations": 39, "calls_per_sample": 1}
+    named = measure(busy, 0.1, **options)
     assert named.method["outliers"] == 3 and len(named.samples_ms) == 39 and "far above the others" in repr(named)
+    assert named.method["discarded"] == 0 and "throttled" not in named.method  # a CPU's clocks are not read
+    kept = measure(busy, 0.1, **options, discard=["outliers", "throttled"])
+    assert kept.max_ms == 1.0 and kept.method["discarded"] == 3 and kept.method["samples"] == len(kept.samples_ms) == 36
+    assert "3 samples left out" in repr(kept) and "no sample is left out as throttled" in repr(kept)
+    assert "all 39 iterations done" in repr(kept)
+    pair = compare(busy, busy, 0.1, **options, discard=["outliers"])
+    assert len(pair.a.samples_ms) == len(pair.b.samples_ms) == 39 - pair.a.method["discarded"] < 39
+
+
+@pytest.mark.parametrize(
+    ("samples", "throttled", "discard", "left", "said"),
+    [
+        ([[1.0] * 20 + [9.0], [2.0] * 21], [], ["outliers"], 20, ""),  # the pair goes with its outlier
+        ([[1.0] * 20, [2.0] * 20], [[0, 1], [1, 2]], ["throttled"], 17, ""),
+        ([[1.0] * 19 + [9.0]], [[0, 1]], ["outliers", "throttled"], 17, ""),
+        ([[1.0] * 20], [[0, 1]], [], 20, ""),
+        ([[1.0] * 20], [list(range(11))], ["throttled"], 20, "11 of 20 samples were to be left out"),
+        ([[1.0] * 20], [], ["throttled"], 20, "not known here"),
+    ],
+)
+def test_what_is_left_out(samples, throttled, discard, left, said):
+    kept, counts, notes = sampling.leave_out(samples, throttled, discard)
+    assert {len(times) for times in kept} == {left} and said in " ".join(notes) and len(notes) == bool(said)
+    assert [count.get("throttled") for count in counts] == ([len(held) for held in throttled] or [None] * len(samples))
+    assert {count["discarded"] for count in counts} == {len(samples[0]) - left}
 
 
 def test_a_result_above_a_measured_roof_has_it_measured_again(monkeypatch):

@@ -2,15 +2,17 @@
 
 import contextlib
 import gc
+import itertools
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from utils.benchmark import cpu_timer, cuda_timer
+from utils.benchmark import cpu_timer, cuda_timer, sampling
 from utils.benchmark.cpu_timer import Call, CpuTimer
 from utils.benchmark.cuda_timer import CudaTimer
+from utils.benchmark.sampling import Timing
 
 
 class Stream:
@@ -128,6 +130,44 @@ def test_a_function_that_waits_does_not_spoil_the_other_one(stream):
     assert [samples[i] for i in (1, 2, 5, 6)] == pytest.approx([0.130] * 4)
     assert call.queueable and not call.notes and not waiting.queueable and len(waiting.notes) == 1
     assert "device work only" in timer.describe(call)["queue"] and "gaps" in timer.describe(waiting)["queue"]
+
+
+def test_a_sample_says_whether_it_was_queued_ahead_and_whether_the_clocks_were_held_back(stream, monkeypatch):
+    reasons, readings, waits = ["idle"], [], []
+    monkeypatch.setattr(cuda_timer, "gpu_state", lambda device: readings.append(1) or {"throttle_reasons": [*reasons]})
+    monkeypatch.setattr(cuda_timer, "time", cpu_timer.time)
+    timer = gpu_timer(stream)
+    call = Call(lambda: (stream.launch(0.5), waits and stream.synchronize()), (), {}, "waits later")
+    timer.warm_up(call, 10)
+    for phase in ("calibration", "timed", "timed"):
+        timer.sample([call] * 4, phase)
+    assert len(call.timed) == 8 and len(readings) == 1, "read once in 0.1 s"
+    assert timer.describe(call)["queue"].endswith("device work only, no launch gaps")
+    waits.append(True)
+    reasons[:], stream.host = ["software power cap"], stream.host + 200.0
+    timer.sample([call] * 4)
+    assert call.timed == [(True, False)] * 8 + [(False, True)] * 4
+    assert "ahead by a spin kernel for 8 of 12 samples; the others include" in timer.describe(call)["queue"]
+
+
+def test_throttled_samples_are_left_out(stream, monkeypatch):
+    def state(device):
+        return {"throttle_reasons": ["software power cap"] * (stream.host < 200.0)}
+
+    for module in (cuda_timer, sampling):
+        monkeypatch.setattr(module, "gpu_state", state)
+    monkeypatch.setattr(cuda_timer, "time", cpu_timer.time)
+    monkeypatch.setattr(sampling, "time", cpu_timer.time)
+    monkeypatch.setattr(sampling, "environment", lambda device: {})
+    timing = Timing(torch.device("cuda", 0), warmup=0, discard=["throttled"])
+    (alone,) = sampling.time_calls(timing, [kernel(stream, 2.0)], itertools.repeat((0,)))
+    left = len(alone.samples_ms)
+    assert alone.method["throttled"] == alone.method["discarded"] == 100 - left and 50 < left < 100
+    stream.host = stream.done = 0.0
+    pair = [kernel(stream, 2.0), kernel(stream, 1.0)]
+    a, b = sampling.time_calls(timing, pair, itertools.cycle(((0, 1), (1, 0))))
+    assert len(a.samples_ms) == len(b.samples_ms) == 100 - a.method["discarded"] and 0 < a.method["throttled"] < 100
+    assert "taken while the GPU's clocks were held back" in repr(a) and "left out, with the samples" in repr(b)
 
 
 def test_an_error_of_the_gpu_names_what_was_running(stream, monkeypatch):

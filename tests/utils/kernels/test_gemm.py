@@ -88,7 +88,7 @@ def test_the_ladder_imports_no_triton_and_refuses_a_process_that_interprets():
         "gemm_tiled(torch.ones(2, 2), torch.ones(2, 2))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "False" and "restart without the variable" in done.stderr
+    assert done.stdout.strip() == "False" and "Restart Python without TRITON_INTERPRET" in done.stderr
 
 
 @pytest.mark.gpu

@@ -118,17 +118,17 @@ def test_probing_imports_neither_triton_nor_transformers():
     assert out == "[]"
 
 
-# Triton: which mode
+# Triton: compiled or interpreted
 # (what a process does first, words of its answer); each is a fork of one process that has not imported Triton.
 MODES = [
-    ("", "interpreter True", "only through its interpreter", "Set TRITON_INTERPRET=1 before the first import"),
-    ("os.environ['TRITON_INTERPRET'] = '1'", "interpreter True", "there is no NVIDIA GPU"),
-    ("import triton", "None False", "Restart Python"),
-    ("import triton; os.environ['TRITON_INTERPRET'] = '1'", "None False", "imported without TRITON_INTERPRET=1"),
+    ("", "True", "in the simulator"),
+    ("import triton", "True", "in the simulator"),
+    ("os.environ['TRITON_INTERPRET'] = '1'", "False", "as TRITON_INTERPRET asks", "Restart Python without"),
+    ("import triton; os.environ['TRITON_INTERPRET'] = '1'", "False", "as TRITON_INTERPRET asks"),
     (
         "os.environ['TRITON_INTERPRET'] = '1'; import triton; del os.environ['TRITON_INTERPRET']",
-        "None False",
-        "imported with TRITON_INTERPRET=1",
+        "False",
+        "interprets kernels in this process",
     ),
 ]
 ASK = """
@@ -138,7 +138,7 @@ for begin in sys.argv[1:]:
     if os.fork() == 0:
         exec(begin)
         support = device.triton_support()
-        print(device.triton_mode(), support.ok, support.reason, support.remedy, flush=True)
+        print(support.ok, support.reason, support.remedy, flush=True)
         os._exit(0)
     os.wait()
 """
@@ -148,34 +148,27 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machi
 
 @needs_triton
 @no_gpu
-def test_triton_has_one_mode_for_a_process():
+def test_a_process_that_interprets_kernels_is_refused():
     answers = run_python(ASK, *(begin for begin, *_ in MODES)).splitlines()
     for (begin, *words), said in zip(MODES, answers, strict=True):
         assert said.startswith(words[0]) and all(word in said for word in words), (begin, said)
 
 
 def test_triton_on_a_gpu_compiles_unless_the_interpreter_is_requested(monkeypatch, hopper):
-    monkeypatch.setattr(device, "_triton_imported_as", lambda: None)
     monkeypatch.setattr(device, "_c_compiler", lambda: Support(True))
     pretend_versions(monkeypatch, triton="3.6.0")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert device.triton_mode() == "compiled"
     assert "3.6.0" in device.triton_support().reason and "9.0" in device.triton_support().reason
     assert device.compile_support()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert device.triton_mode() == "interpreter"
-    assert "TRITON_INTERPRET is set" in device.triton_support().reason
-    assert not device.compile_support()
-    assert "TRITON_INTERPRET" in device.compile_support().reason
+    assert not device.compile_support() and "TRITON_INTERPRET" in device.compile_support().reason
 
 
 def test_triton_absent_or_the_gpu_too_old(monkeypatch):
     pretend_versions(monkeypatch)
-    assert device.triton_mode() is None
     assert device.triton_support().reason == "Triton is not installed."
     pretend_gpu(monkeypatch, (7, 5))
     pretend_versions(monkeypatch, triton="3.6.0")
-    monkeypatch.setattr(device, "_triton_imported_as", lambda: None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "8.0" in device.triton_support().reason and "7.5" in device.triton_support().reason
     assert not device.compile_support()

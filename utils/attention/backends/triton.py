@@ -10,12 +10,10 @@ second product. Triton decides about shared memory, pipelining and the tensor-co
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from utils.attention.problem import Backend, Problem, bind_plain, refuse_functions
-from utils.machine.device import Support, triton_mode, triton_support
+from utils.machine.device import triton_support
 
 LOG2_E = 1.4426950408889634  # the kernel uses exp2: e^x = 2^(x log2 e)
 
@@ -55,8 +53,8 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) ->
 
 
 def _refuses(problem: Problem) -> str:
-    if problem.device.type == "cuda" and triton_mode() != "compiled":
-        return f"Triton compiles nothing in this process: {triton_support().reason}"
+    if problem.device.type == "cuda" and not (able := triton_support()):
+        return f"Triton compiles nothing in this process: {able.reason}"
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it takes float16, bfloat16 and float32, not {problem.type_name}."
     if problem.head_dim > 256:
@@ -64,12 +62,6 @@ def _refuses(problem: Problem) -> str:
     if (heads := problem.batch * problem.heads) > 65535:
         return f"it launches a row of blocks for each head, at most 65535, and {heads} were given."
     return "it has no backward pass, and an input requires a gradient." if problem.needs_grad else ""
-
-
-def _machine() -> Support:
-    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        return triton_support()
-    return Support(True, "In the simulator: for small tensors.")
 
 
 def _implementation() -> str:
@@ -82,7 +74,7 @@ BACKENDS = {
     "triton": Backend(
         name="triton",
         summary="FlashAttention in plain Triton (Ampere and later; a CPU in the simulator)",
-        machine=_machine,
+        machine=triton_support,
         refuses=refuse_functions(_refuses),
         bind=bind_plain(_run),
         kernels=r"flash_forward_kernel",

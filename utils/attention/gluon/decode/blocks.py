@@ -102,6 +102,14 @@ def needs_mask(cache, cursor, j):
 
 
 @gluon.jit
+def clear_blocks(cache, cursor):
+    """How many blocks from the cursor on need no mask; zero with a window."""
+    BLOCK_N: gl.constexpr = cache.PLAN.block_n
+    clear = cursor.length - gl.maximum(cache.sq - cache.right - 1, 0) - (cursor.first + cursor.j) * BLOCK_N
+    return gl.where(cursor.length > cache.left, 0, clear // BLOCK_N)
+
+
+@gluon.jit
 def mask_block(s, cache, cursor, j, first_row, KEYS: gl.constexpr):
     """The scores of block j, minus infinity where a query may not look.
 

@@ -40,7 +40,6 @@ from utils.attention.gluon.decode.blocks import (
     needs_mask,
     page_numbers,
 )
-from utils.attention.gluon.decode.merge import inverse
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.shared import MINUS_INF, accumulator, aggregate, thread_barrier
 
@@ -235,13 +234,7 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
             q = q_ring.index(piece % 2).reshape([PLAN.columns, PLAN.block_d])
             way = KeysAsRows(cache, q, p_tile)
             o, m, total, loads = attend_head(way, cursor, (n, done, count), (ring, full, k_desc, v_desc), loads)
-            results.store_ends(cursor, n)
-            if n == cursor.blocks:
-                results.store_whole(cursor, o * inverse(total)[None, :], 0, 1)
-            else:
-                part = 2 * gl.program_id(0) + (cursor.j == 0).to(gl.int32)
-                results.store_sums(part, gl.arange(0, PLAN.columns, columns), m, total)
-                results.store_part(cursor, part, o, 0, 1)
+            results.store(cursor, n, o, ((gl.arange(0, PLAN.columns, columns), m, total),), 0, 1)
             done += n
             piece += 1
             cursor = following

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from utils.attention.gluon.decode.plan import MERGE_WIDTH
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.shared import MINUS_INF, aggregate
+from utils.attention.gluon.softmax import spread
 from utils.kernels.early_launch import wait_for_launch_before
 
 WIDTH = gl.constexpr(MERGE_WIDTH)
@@ -53,45 +54,39 @@ class Results:
         return flat.to(gl.int64) * self.head_dim, row < self.cache.rows
 
     @gluon.jit
-    def store_whole(self, cursor, o, first_row, ROWS: gl.constexpr):
-        """Store the output of a head; dimension ROWS of o holds the tile's query rows first_row and on, the other D."""
+    def store(self, cursor, n, o, sums, first_row, ROWS: gl.constexpr):
+        """Store what the n blocks from the cursor on gave: the output of a head, or the part of one.
+
+        Dimension ROWS of o, unnormalized, holds the tile's query rows first_row and on, the other one D. sums: row numbers, maxima
+        and sums, a tuple of these for all rows or for each half of them (`softmax.split_rows`).
+        """
+        cache = self.cache
+        COLUMNS: gl.constexpr = cache.PLAN.columns
+        BLOCK_D: gl.constexpr = cache.PLAN.block_d
+        PART: gl.constexpr = COLUMNS * (BLOCK_D + 2)
         layout: gl.constexpr = o.type.layout
         row = first_row + gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, layout))
         d = gl.expand_dims(gl.arange(0, o.shape[1 - ROWS], gl.SliceLayout(ROWS, layout)), ROWS)
         at, exists = self.places(cursor.b, cursor.head, row)
         keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
-        gl.store(self.out_ptr + gl.expand_dims(at, 1 - ROWS) + d, o.to(self.out_ptr.dtype.element_ty), mask=keep)
-
-    @gluon.jit
-    def store_ends(self, cursor, n):
-        """Store that this program reads a head's first block, or its last, with the n blocks from the cursor on."""
-        cache = self.cache
-        parts = 2 * gl.num_programs(0) * (cache.PLAN.columns * (cache.PLAN.block_d + 2))
-        ends = self.parts_ptr + parts + 2 * (cursor.b * cache.heads + cursor.head)
+        # For the second launch: which program reads a head's first block, and which one its last.
+        ends = self.parts_ptr + 2 * gl.num_programs(0) * PART + 2 * (cursor.b * cache.heads + cursor.head)
         program = gl.program_id(0).to(gl.float32)
         gl.store(ends, program, mask=(self.whole == 0) & (cursor.j == 0))
         gl.store(ends + 1, program, mask=(self.whole == 0) & (cursor.j + n == cursor.blocks))
-
-    @gluon.jit
-    def store_sums(self, part, row, m, total):
-        """Store the maxima and sums of some rows of a part."""
-        COLUMNS: gl.constexpr = self.cache.PLAN.columns
-        sums = self.parts_ptr + part * (COLUMNS * (self.cache.PLAN.block_d + 2))
-        gl.store(sums + row, m)
-        gl.store(sums + COLUMNS + row, total)
-
-    @gluon.jit
-    def store_part(self, cursor, part, o, first_row, ROWS: gl.constexpr):
-        """Store a part's unnormalized output; o as in `store_whole`."""
-        layout: gl.constexpr = o.type.layout
-        COLUMNS: gl.constexpr = self.cache.PLAN.columns
-        BLOCK_D: gl.constexpr = self.cache.PLAN.block_d
-        row = first_row + gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, layout))
-        d = gl.expand_dims(gl.arange(0, o.shape[1 - ROWS], gl.SliceLayout(ROWS, layout)), ROWS)
-        exists = self.places(cursor.b, cursor.head, row)[1]
-        keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
-        numbers = self.parts_ptr + part * (COLUMNS * (BLOCK_D + 2)) + 2 * COLUMNS
-        gl.store(numbers + gl.expand_dims(row, 1 - ROWS) * BLOCK_D + d, o, mask=keep)
+        if n == cursor.blocks:
+            if ROWS == 1:
+                o = o * gl.convert_layout(inverse(sums[0][2]), gl.SliceLayout(0, layout))[None, :]
+            else:
+                o = o * spread((inverse(sums[0][2]), inverse(sums[1][2])), o)
+            gl.store(self.out_ptr + gl.expand_dims(at, 1 - ROWS) + d, o.to(self.out_ptr.dtype.element_ty), mask=keep)
+        else:
+            part = self.parts_ptr + (2 * gl.program_id(0) + (cursor.j == 0).to(gl.int32)) * PART
+            for i in gl.static_range(len(sums)):
+                rows, m, total = sums[i]
+                gl.store(part + rows, m)
+                gl.store(part + COLUMNS + rows, total)
+            gl.store(part + 2 * COLUMNS + gl.expand_dims(row, 1 - ROWS) * BLOCK_D + d, o, mask=keep)
 
 
 @gluon.constexpr_function

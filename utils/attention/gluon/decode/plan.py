@@ -33,9 +33,10 @@ FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
 # Programs in clusters that read as fast as all SMs would, since each has all of its memory for a ring; fewer are faster where each
 # of them has as many bytes at most: one or two heads of 1000 to 5500 keys take 8.5 to 9.8 us in place of 10.8 to 11.8.
 FEWEST_OF_CLUSTERS, FEW_BYTES = 60, 131_072
-MOST_BLOCKS = (
-    16  # of 128 keys, of a program in a cluster of sixteen: four heads of 117,000 keys took 83 us in place of 72
-)
+# Where sequences have lengths of their own, all wait for the longest: up to so many bytes a program clusters take 0.75 to 0.95 of the time.
+UNEQUAL_BYTES = 600_000
+# Of 128 keys, of a program in a cluster of sixteen: four heads of 117,000 keys took 83 us in place of 72.
+MOST_BLOCKS = 16
 CLUSTER_KEYS = 8192  # up to which clusters were timed at head dimension 64
 PAGED_KEYS = 2048, 16384  # of the longest sequence, where each sequence in pages has clusters of its own
 PAGED_SIZE = 64 * 8192  # sequences times keys up to which that was timed
@@ -51,12 +52,17 @@ class Plan:
     block_d: int
     block_n: int  # keys of a block
     columns: int  # query rows of a tile
-    slots: int  # tiles of K and V in shared memory, an even number
+    slots: int  # tiles of K and V in shared memory; of an odd number V has one more
     consumers: int = 0
     box: int = SMALL_PAGE  # rows of one TMA copy
     per_sm: int = 1  # programs that an SM has shared memory for
     cluster: bool = False  # the programs of a head merge in shared memory (`cluster.py`)
     fp8: bool = False  # the cache is in e4m3 (`quantized_keys.py`)
+
+    @property
+    def q_slots(self) -> int:
+        """Tiles of Q where query rows are the rows: two, if they fit."""
+        return 1 if self.block_d * self.columns == 256 * 128 else 2
 
     @property
     def numbers_at(self) -> int:
@@ -75,7 +81,7 @@ class Plan:
         Roles share a program's registers among themselves. With one consumer they are so few that a program of the merge finds
         room on the SM and waits there with its first instructions loaded: 4% over nine calls. For 256 columns ptxas needs 168.
         """
-        most = 128 if self.consumers == 2 else 168 if self.block_d == 256 else 144
+        most = 168 if self.block_d == 256 else 128 if self.consumers == 2 else 144
         return {"num_warps": 4} | ({"maxnreg": most} if self.consumers and not self.cluster else {})
 
     @property
@@ -83,7 +89,7 @@ class Plan:
         """Bytes of shared memory, without the barriers and the inbox."""
         tile = self.block_n * self.block_d * (1 if self.fp8 else 2)
         p = 0 if self.consumers else 2 * self.columns * self.block_n
-        query_tiles = 1 if self.cluster else 2
+        query_tiles = 1 if self.cluster else self.q_slots
         return self.slots * tile + 2 * self.columns * query_tiles * self.block_d + p
 
 
@@ -91,7 +97,8 @@ class Plan:
 # where each program reads long heads; more slots are 1 to 2% slower from 250 MB on.
 KEYS = {64: (256, 4), 128: (128, 4), 256: (64, 6)}
 ROWS = {64: (128, 8), 128: (128, 4), 256: (64, 4)}
-TWO_ROWS = {64: (128, 8), 128: (64, 8)}  # with two consumers: 1.03 times as fast as blocks of 128 keys over ten calls
+# With two consumers; 64 keys are 1.03 times as fast as blocks of 128 over ten calls.
+TWO_ROWS = {64: (128, 8), 128: (64, 8), 256: (64, 5)}
 CLUSTERS = {64: (128, 8), 128: (128, 6)}
 # Head dimension, columns, keys, slots. A block of 128 keys and 64 columns do not fit into the registers of a thread.
 FP8 = (
@@ -108,8 +115,8 @@ TILES: dict[tuple, Plan] = {
     **{("keys", d): Plan(d, n, MANY_ROWS, slots, box=min(n, 128)) for d, (n, slots) in KEYS.items()},
     **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1) for d, (n, slots) in ROWS.items()},
     **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in TWO_ROWS.items()},
-    **{("cluster", d): Plan(d, n, 8, slots, box=128, cluster=True) for d, (n, slots) in CLUSTERS.items()},
-    ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, box=128, cluster=True),
+    **{("cluster", d): Plan(d, n, 8, slots, cluster=True) for d, (n, slots) in CLUSTERS.items()},
+    ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, cluster=True),
     ("cluster of a sequence", 128): Plan(128, 64, 8, 4, per_sm=2, cluster=True),
     **{("fp8", d, columns): Plan(d, n, columns, slots, per_sm=2, fp8=True) for d, columns, n, slots in FP8},
 }
@@ -193,25 +200,34 @@ def takes_whole_heads(heads: int, blocks: int, programs: int) -> bool:
 
 
 def merge_shape(parts: int) -> tuple[int, int]:
-    """Choose how many parts of a head a thread of the merge holds, and how many of its warps take other parts of it."""
-    return 16, 1 if parts <= 16 else 2
+    """Choose how many parts of a head a thread of the merge holds, and how many of its warps take other parts of it.
+
+    With eight parts a thread an SM has room for three times as many programs of the merge: 2 to 5 us fewer for many heads.
+    """
+    return (8, 1) if parts < 4 else (16, 1 if parts <= 16 else 2)
 
 
 def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     """Choose the programs of a cluster for a head of keys, 0 for the other kernels."""
     heads = shape.batch * shape.kv_heads
-    parts = next((n for n, fitting in FITTING_CLUSTERS.items() if heads <= fitting), 0)
-    if shape.window or shape.fp8 or shape.rows > 64 or not parts or multiprocessors < 132:
+    blocks = -(-shape.keys // 128)
+    parts = next((n for n, fitting in FITTING_CLUSTERS.items() if heads <= fitting and n < max(2 * blocks, 4)), 0)
+    if (
+        shape.window
+        or shape.fp8
+        or shape.rows > 64
+        or not parts
+        or multiprocessors < 132
+        or 0 < shape.page < SMALL_PAGE
+    ):
         return 0
-    if heads * parts < FEWEST_OF_CLUSTERS and (shape.rows > 8 or shape.bytes > heads * parts * FEW_BYTES):
-        return 0
-    if shape.lengths and (shape.batch > 1 or shape.width != 128):
+    unequal = shape.lengths and shape.batch > 1
+    most = FEW_BYTES if heads * parts < FEWEST_OF_CLUSTERS else UNEQUAL_BYTES if unequal else shape.bytes
+    if shape.bytes > heads * parts * most:
         return 0
     if shape.width == 256 or (shape.width == 64 and (shape.keys > CLUSTER_KEYS or shape.rows > 8)):
         return 0
-    if shape.rows > 8 and 0 < shape.page < SMALL_PAGE:
-        return 0
-    longest = -(-shape.keys // (128 * parts))  # share of a program, in blocks
+    longest = -(-blocks // parts)  # share of a program, in blocks
     if parts == 16 and longest > MOST_BLOCKS:
         return 0
     if 2 * heads * parts <= multiprocessors and longest > 8 and (parts == 2 or shape.rows > 8):
@@ -227,13 +243,12 @@ def sequence_parts(shape: Shape, multiprocessors: int) -> int:
     """
     parts = 64 // shape.kv_heads
     timed = multiprocessors >= 132 and shape.width == 128 and shape.rows <= 8 and not shape.window and not shape.fp8
-    if not (timed and shape.page and shape.batch > 1 and parts * shape.kv_heads == 64 and parts in FITTING_CLUSTERS):
-        return 0
     few = PAGED_KEYS[0] <= shape.keys <= PAGED_KEYS[1] and shape.batch * shape.keys <= PAGED_SIZE
-    return parts if few else 0
+    several = shape.page >= SMALL_PAGE and shape.batch > 1
+    return parts if timed and few and several and parts * shape.kv_heads == 64 and parts in FITTING_CLUSTERS else 0
 
 
-def choose_tile(shape: Shape) -> Plan:
+def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
     """Choose the tile of the kernels without clusters."""
     width, rows = shape.width, shape.rows
     if shape.fp8:
@@ -243,7 +258,9 @@ def choose_tile(shape: Shape) -> Plan:
     keys = TILES["keys", width]
     if rows <= MANY_ROWS and not (shape.page and shape.page < min(keys.block_n, 128)):
         return keys
-    many = rows > 64 and width < 256 and not 0 < shape.page < SMALL_PAGE
+    many = rows > 64 and not 0 < shape.page < SMALL_PAGE
+    # Two tiles of 64 rows that are computed at the same time read keys from the L2, and are faster than one at head dimension 256.
+    many = many and (width < 256 or shape.batch * shape.kv_heads >= multiprocessors)
     return TILES["rows", width, 2 if many else 1]
 
 
@@ -257,9 +274,9 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     elif parts:
         plan = TILES["cluster of rows" if shape.rows > 8 else "cluster", shape.width]
     else:
-        plan = choose_tile(shape)
+        plan = choose_tile(shape, multiprocessors)
     if 0 < shape.page < plan.box:
-        plan = replace(plan, box=SMALL_PAGE if shape.page == SMALL_PAGE else 16)  # pages of 32 tokens come as two boxes
+        plan = replace(plan, box=16)  # pages of 32 tokens come as two boxes
     hint = not (shape.window or shape.fp8) and shape.bytes <= HINT_BYTES
     if parts:
         return Arrangement(plan, heads * parts, parts=parts, hint=hint)

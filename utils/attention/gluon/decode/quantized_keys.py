@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from utils.attention.gluon.decode.blocks import load_block, load_queries, mask_block, needs_mask, page_numbers
 from utils.attention.gluon.decode.keys import allocate_probabilities, softmax, thread_sums
-from utils.attention.gluon.decode.merge import inverse
 from utils.attention.gluon.shared import MINUS_INF, accumulator, left_operand, thread_barrier
 
 # Four numbers of e4m3 in one register become four of fp16 in two, exactly.
@@ -147,8 +146,8 @@ def load_blocks(k_desc, v_desc, cache, cursor, numbers, i, k_ring, v_ring, full,
 
 
 @gluon.jit
-def attend_keys(results, cursor, count, q_desc, k_desc, v_desc, scales_ptr):
-    """The blocks of one program: load, convert, multiply, and store each head or its part."""
+def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
+    """One program, its share of the blocks of all heads: load, convert, multiply, and store each head or its part."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
     BLOCK_N: gl.constexpr = PLAN.block_n
@@ -157,98 +156,87 @@ def attend_keys(results, cursor, count, q_desc, k_desc, v_desc, scales_ptr):
     SLOTS: gl.constexpr = PLAN.slots // 2
     layout: gl.constexpr = accumulator(COLUMNS)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
-
-    k_ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(v_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
-    q_raw = gl.allocate_shared_memory(q_desc.dtype, [1, 1, COLUMNS, BLOCK_D], q_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_tile = gl.allocate_shared_memory(gl.float16, [COLUMNS, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
-    p_tile = allocate_probabilities(gl.float16, PLAN)
-    for fill in gl.static_range(2 * SLOTS):
-        mbarrier.init(full.index(fill), count=1)
-    mbarrier.init(q_full, count=1)
-    # TMA completes the barriers through the async proxy, and may otherwise find them as they were before; and a warp
-    # could wait on a barrier that is not ready.
-    fence_async_shared()
-    thread_barrier()
-
-    load_queries(q_desc, cache, cursor.b, cursor.head, q_raw, q_full, True)
-    ahead = cursor  # the block to load next
-    numbers = page_numbers(cache, ahead)
-    for fill in gl.static_range(SLOTS):
-        wanted = fill < count
-        ahead, numbers = load_blocks(k_desc, v_desc, cache, ahead, numbers, fill, k_ring, v_ring, full, wanted)
-
-    kv_heads = cache.heads // cache.tiles
-    done = gl.to_tensor(0)
-    piece = gl.to_tensor(0)
-    while done < count:
-        n = gl.minimum(cursor.blocks - cursor.j, count - done)
-        following = cache.advance(cursor.at_last())
-        kv_head = cursor.head // cache.tiles
-        mbarrier.wait(q_full, piece & 1)
-        power = store_queries(q_raw, q_tile, PLAN)
-        # wgmma reads the queries through the async proxy, and TMA writes the next ones through it: without the fence and
-        # the barrier the one may read the last tile, and the other overtake a slow warp's loads.
+    cursor, count = cache.start(whole)
+    if cursor.b < cache.batch:
+        k_ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+        v_ring = gl.allocate_shared_memory(v_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+        full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
+        q_raw = gl.allocate_shared_memory(q_desc.dtype, [1, 1, COLUMNS, BLOCK_D], q_desc.layout)
+        q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        q_tile = gl.allocate_shared_memory(gl.float16, [COLUMNS, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
+        p_tile = allocate_probabilities(gl.float16, PLAN)
+        for fill in gl.static_range(2 * SLOTS):
+            mbarrier.init(full.index(fill), count=1)
+        mbarrier.init(q_full, count=1)
+        # TMA completes the barriers through the async proxy, and may otherwise find them as they were before; and a warp
+        # could wait on a barrier that is not ready.
         fence_async_shared()
         thread_barrier()
-        load_queries(q_desc, cache, following.b, following.head, q_raw, q_full, done + n < count)
-        factor_s = gl.convert_layout(power, columns) * gl.load(scales_ptr + kv_head)
-        v_scale = gl.load(scales_ptr + kv_heads + kv_head)
 
-        m = gl.full([COLUMNS], MINUS_INF, gl.float32, columns)
-        o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
-        zero = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
-        sums = thread_sums(zero)
-        for k in range(n):
-            j = cursor.j + k
-            i = done + k
-            slot = i % SLOTS
-            phase = (i // SLOTS) & 1
-            mbarrier.wait(full.index(2 * slot), phase)  # K has arrived
-            keys = keys_operand(k_ring.index(slot), BLOCK_N, BLOCK_D, COLUMNS)
-            s = warpgroup_mma(keys, q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
-            mbarrier.wait(full.index(2 * slot + 1), phase)  # V has arrived
-            values = values_operand(v_ring.index(slot), cursor, j, PLAN)
-            # All warps have read K and V into registers: TMA may overwrite them. Without the fence it may overtake the
-            # loads, without the barrier a slow warp.
+        load_queries(q_desc, cache, cursor.b, cursor.head, q_raw, q_full, True)
+        ahead = cursor  # the block to load next
+        numbers = page_numbers(cache, ahead)
+        for fill in gl.static_range(SLOTS):
+            wanted = fill < count
+            ahead, numbers = load_blocks(k_desc, v_desc, cache, ahead, numbers, fill, k_ring, v_ring, full, wanted)
+
+        kv_heads = cache.heads // cache.tiles
+        done = gl.to_tensor(0)
+        piece = gl.to_tensor(0)
+        while done < count:
+            n = gl.minimum(cursor.blocks - cursor.j, count - done)
+            following = cache.advance(cursor.at_last())
+            kv_head = cursor.head // cache.tiles
+            mbarrier.wait(q_full, piece & 1)
+            power = store_queries(q_raw, q_tile, PLAN)
+            # wgmma reads the queries through the async proxy, and TMA writes the next ones through it: without the fence and
+            # the barrier the one may read the last tile, and the other overtake a slow warp's loads.
             fence_async_shared()
             thread_barrier()
-            more = i + SLOTS < count
-            ahead, numbers = load_blocks(k_desc, v_desc, cache, ahead, numbers, i + SLOTS, k_ring, v_ring, full, more)
-            s = warpgroup_mma_wait(0, [s]) * factor_s[None, :]
-            if needs_mask(cache, cursor, j):
-                s = mask_block(s, cache, cursor, j, 0, 0)
-            p, m, factor, sums = softmax(s, m, sums, results.cache.c)
-            p_tile.permute([1, 0]).store(p.to(gl.float16))
-            o = o * factor[None, :]
-            # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P,
-            # without the barrier the rows of slower warps would be missing.
-            fence_async_shared()
-            thread_barrier()
-            o = warpgroup_mma(values, p_tile.permute([1, 0]), o, is_async=True)
-            # Nobody stores the next P before the barrier behind the next loads, so before all warps are here.
-            o = warpgroup_mma_wait(0, [o])
+            load_queries(q_desc, cache, following.b, following.head, q_raw, q_full, done + n < count)
+            factor_s = gl.convert_layout(power, columns) * gl.load(scales_ptr + kv_head)
+            v_scale = gl.load(scales_ptr + kv_heads + kv_head)
 
-        total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
-        o = o * v_scale
-        results.store_ends(cursor, n)
-        if n == cursor.blocks:
-            results.store_whole(cursor, in_order(o * inverse(total)[None, :]), 0, 1)
-        else:
-            part = 2 * gl.program_id(0) + (cursor.j == 0).to(gl.int32)
-            results.store_sums(part, gl.arange(0, COLUMNS, columns), m, total)
-            results.store_part(cursor, part, in_order(o), 0, 1)
-        done += n
-        piece += 1
-        cursor = cache.advance(cursor.at_last())
-        thread_barrier()  # all warps have multiplied these queries: the next ones may be stored
+            m = gl.full([COLUMNS], MINUS_INF, gl.float32, columns)
+            o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
+            zero = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
+            sums = thread_sums(zero)
+            for k in range(n):
+                j = cursor.j + k
+                i = done + k
+                slot = i % SLOTS
+                phase = (i // SLOTS) & 1
+                mbarrier.wait(full.index(2 * slot), phase)  # K has arrived
+                keys = keys_operand(k_ring.index(slot), BLOCK_N, BLOCK_D, COLUMNS)
+                s = warpgroup_mma(keys, q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+                mbarrier.wait(full.index(2 * slot + 1), phase)  # V has arrived
+                values = values_operand(v_ring.index(slot), cursor, j, PLAN)
+                # All warps have read K and V into registers: TMA may overwrite them. Without the fence it may overtake the
+                # loads, without the barrier a slow warp.
+                fence_async_shared()
+                thread_barrier()
+                more = i + SLOTS < count
+                ahead, numbers = load_blocks(
+                    k_desc, v_desc, cache, ahead, numbers, i + SLOTS, k_ring, v_ring, full, more
+                )
+                s = warpgroup_mma_wait(0, [s]) * factor_s[None, :]
+                if needs_mask(cache, cursor, j):
+                    s = mask_block(s, cache, cursor, j, 0, 0)
+                p, m, factor, sums = softmax(s, m, sums, results.cache.c)
+                p_tile.permute([1, 0]).store(p.to(gl.float16))
+                o = o * factor[None, :]
+                # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P,
+                # without the barrier the rows of slower warps would be missing.
+                fence_async_shared()
+                thread_barrier()
+                o = warpgroup_mma(values, p_tile.permute([1, 0]), o, is_async=True)
+                # Nobody stores the next P before the barrier behind the next loads, so before all warps are here.
+                o = warpgroup_mma_wait(0, [o])
 
-
-@gluon.jit
-def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
-    """One program: its share of the blocks of all heads."""
-    cursor, count = results.cache.start(whole)
-    if cursor.b < results.cache.batch:
-        attend_keys(results, cursor, count, q_desc, k_desc, v_desc, scales_ptr)
+            total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
+            rows = ((gl.arange(0, COLUMNS, columns), m, total),)
+            results.store(cursor, n, in_order(o * v_scale), rows, 0, 1)
+            done += n
+            piece += 1
+            cursor = cache.advance(cursor.at_last())
+            thread_barrier()  # all warps have multiplied these queries: the next ones may be stored

@@ -75,16 +75,22 @@ def first_block(share, block, q):
 
 
 @gluon.jit
-def finish_block(share, block, s, pv, state, more):
-    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running."""
+def step(share, block, q, o, p, state, more, MASKED: gl.constexpr):
+    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
+
+    more: whether another block follows. MASKED: this one may need a mask.
+    """
     PLAN: gl.constexpr = share.PLAN
     dtype: gl.constexpr = share.k.tiles.dtype
     c = share.results.cache.c
+    s = start_scores(q, share.k.tile(block.number))
+    pv = start_output(share, block.number, o, p, state)
     # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
     s = wait_products(s, 1, PLAN.block_n)
     share.k.release(block.number)
-    if needs_mask(share.results.cache, block.cursor, block.j):
-        s = mask_block(s, share.results.cache, block.cursor, block.j, block.row, 1)
+    if MASKED:  # noqa: SIM102 (decided by the compiler; the next line for each block)
+        if needs_mask(share.results.cache, block.cursor, block.j):
+            s = mask_block(s, share.results.cache, block.cursor, block.j, block.row, 1)
     # The second wait for V(i-1), which is long over, makes a basic block of what comes before it: without one ptxas
     # hoists the wait for P V above the exponentials, and nothing overlaps. (K's barrier will not do: its slot has been
     # released, and a barrier two fills further looks as it did before the first.) The wait for P V comes before `o` and
@@ -93,22 +99,14 @@ def finish_block(share, block, s, pv, state, more):
     s0, s1 = split_rows(s)
     top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
     top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
-    p0, upper = half_softmax(s0, upper, top0, c, dtype, True)
+    p0, upper = half_softmax(s0, upper, top0, c, dtype, MASKED)
     share.v.wait_full(block.number - 1)
     o = wait_products(pv, 0, PLAN.block_d)
     share.v.release(block.number - 1)
-    p1, lower = half_softmax(s1, lower, top1, c, dtype, True)
+    p1, lower = half_softmax(s1, lower, top1, c, dtype, MASKED)
     p = gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d))
     share.k.wait_full(block.number + 1, pred=more)
     return o, p, (upper, lower)
-
-
-@gluon.jit
-def step(share, block, q, o, p, state, more):
-    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs."""
-    s = start_scores(q, share.k.tile(block.number))
-    pv = start_output(share, block.number, o, p, state)
-    return finish_block(share, block, s, pv, state, more)
 
 
 @gluon.jit
