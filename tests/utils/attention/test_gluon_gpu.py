@@ -144,6 +144,8 @@ def test_every_step_of_the_ladder(step, head_dim):
         (512, 512, False, None),
         (260, 200, False, 60),
     ):
+        if window and step < 5:
+            continue
         q = torch.randn(2, 4, sq, head_dim, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(2, 2, sk, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         expected, expected_lse = reference(q, k, v, causal=causal, window=window)

@@ -48,6 +48,8 @@ class Arguments:
 
     def grid(self) -> tuple[int, int]:
         """Steps 1 to 4: a block for each tile of query rows of each head."""
+        if self.window or self.lengths:
+            raise ValueError("Steps 1 to 4 have no sliding window and no packed sequences; step 5 has both.")
         if self.heads_total > 65535:
             raise ValueError(
                 f"Steps 1 to 4 launch a row of blocks for each head, at most 65535, not {self.q.shape[0]} x "
@@ -58,11 +60,11 @@ class Arguments:
     def constants(self) -> dict:
         """What steps 1 to 4 are compiled for."""
         tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": self.plan.block_n, "BLOCK_D": self.plan.block_d}
-        return tile | {"CAUSAL": self.causal, "WINDOW": self.window > 0, "LSE": self.return_lse, "num_warps": 4}
+        return tile | {"CAUSAL": self.causal, "LSE": self.return_lse, "num_warps": 4}
 
     def sizes(self) -> tuple:
-        """Steps 1 to 4: the arguments sq, sk, window, heads, group, c."""
-        return self.sq, self.sk, self.window, self.heads, self.group, self.c
+        """Steps 1 to 4: the arguments sq, sk, heads, group, c."""
+        return self.sq, self.sk, self.heads, self.group, self.c
 
     def descriptors(self) -> list:
         """TMA descriptors of q, k, v and out, with boxes of a consumer's rows and of a block of keys."""

@@ -37,18 +37,26 @@ def compile_step(
         dtype: "bf16" or "fp16".
         variant: Of step 5's plan (`plan.variant_for`).
         plan: Tile and pipeline; the step's own by default.
-        mask: "causal" or "window"; of step 5 any of `plan.Case`, whose tiles are dealt under a mask.
+        mask: "causal" or "" of steps 1 to 4; of step 5 any of `plan.Case`, whose tiles are dealt under a mask.
         offset: As in `plan.Case`.
         lse: Whether steps 1 to 4 store the log-sum-exp; in step 5 that is an argument of the launch.
     """
     from triton.experimental.gluon import language as gl
 
+    if step < 5 and mask not in ("", "causal"):
+        raise ValueError(f"Steps 1 to 4 are causal or not; got the mask {mask!r}, which step 5 has.")
     plan = plan or plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
     case = Case(mask, mask != "", offset)
     constants = {name.upper(): value for name, value in vars(plan).items()}  # BLOCK_N, STAGES, ...
-    constants |= {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_M, "LSE": lse, "PLAN": plan, "CASE": case}
-    constants |= {"CAUSAL": mask == "causal", "WINDOW": mask == "window"}
+    constants |= {
+        "HEAD_DIM": head_dim,
+        "BLOCK_M": BLOCK_M,
+        "LSE": lse,
+        "PLAN": plan,
+        "CASE": case,
+        "CAUSAL": mask == "causal",
+    }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kinds = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr", "out_ptr"), f"*{dtype}")
     kinds |= {"lse_ptr": "*fp32", "schedule": "*i32", "c": "fp32"}

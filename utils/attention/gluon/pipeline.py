@@ -92,39 +92,17 @@ def ring_shape(count, box, rows):
 
 
 @gluon.jit
-def allocate_ring(
-    descriptor,
-    SLOTS: gl.constexpr,
-    LANES: gl.constexpr,
-    READERS: gl.constexpr,
-    ROWS: gl.constexpr = 0,
-    READY: gl.constexpr = None,
-):
-    """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's.
-
-    READY: how many of the barriers for full tiles are made now, if not all barriers; `make_barriers` makes the others.
-    """
+def allocate_ring(descriptor, SLOTS: gl.constexpr, LANES: gl.constexpr, READERS: gl.constexpr, ROWS: gl.constexpr = 0):
+    """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's."""
     count: gl.constexpr = SLOTS * LANES
     shape: gl.constexpr = ring_shape(count, descriptor.block_type.shape, ROWS)
     tiles = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
     full = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    ring = Ring(tiles, full, empty, SLOTS, LANES)
-    if READY is None:
-        make_barriers(ring, READERS, 0)
-    else:
-        for i in gl.static_range(READY):
-            mbarrier.init(full.index(i), count=1)
-    return ring
-
-
-@gluon.jit
-def make_barriers(ring, READERS: gl.constexpr, READY: gl.constexpr):
-    """Make the barriers of a ring, but for the first READY for full tiles, which are there."""
-    for i in gl.static_range(ring.SLOTS * ring.LANES):
-        if i >= READY:
-            mbarrier.init(ring.full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
-        mbarrier.init(ring.empty.index(i), count=128 * READERS)  # every thread releases for itself
+    for i in gl.static_range(count):
+        mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
+        mbarrier.init(empty.index(i), count=128 * READERS)  # every thread releases for itself
+    return Ring(tiles, full, empty, SLOTS, LANES)
 
 
 @aggregate
@@ -132,15 +110,17 @@ class Tiles:
     """Which tiles of query rows this program computes, in which order. A tile belongs to one head of one sequence.
 
     DEALT: a row of `schedule` for each program, computed on the host (`plan.deal_tiles`). Otherwise program p
-    takes the tiles p, p + programs, ...; LONGEST_FIRST numbers them from the last row tile of all heads down.
+    takes the tiles p, p + programs, ...
+    Of a dealt number, `whole` bits are the row tile, the others the head. The other tiles from `whole` on are PARTS each, of 64 rows: a program's first consumer computes such a part alone.
     """
 
     schedule: gl.tensor
     stride: gl.tensor
     tiles_m: gl.tensor
     heads_total: gl.tensor
+    whole: gl.tensor
     DEALT: gl.constexpr
-    LONGEST_FIRST: gl.constexpr
+    PARTS: gl.constexpr
 
     @gluon.jit
     def first(self):
@@ -150,7 +130,13 @@ class Tiles:
         if self.DEALT:
             return uniform(gl.load(own)), uniform(gl.load(own + 1)), own + 2
         else:
-            return gl.cdiv(self.tiles_m * self.heads_total - program, gl.num_programs(0)), program, own
+            tiles = self.whole + (self.tiles_m * self.heads_total - self.whole) * self.PARTS
+            return gl.cdiv(tiles - program, gl.num_programs(0)), program, own
+
+    @gluon.jit
+    def is_part(self, t):
+        """Whether the first consumer computes tile t alone, without the others."""
+        return (t >= self.whole) & (self.PARTS > 1)
 
     @gluon.jit
     def start_next(self, t, rest, i):
@@ -164,15 +150,14 @@ class Tiles:
 
     @gluon.jit
     def locate(self, t):
-        """Tile number -> (row tile, head counted over all sequences)."""
+        """Tile number -> (row tile, head counted over all sequences, part of the row tile)."""
         if self.DEALT:
-            return t & 0xFFFF, t >> 16
-        elif self.LONGEST_FIRST:
-            down = t // self.heads_total
-            return self.tiles_m - 1 - down, t - down * self.heads_total
+            return t & ((1 << self.whole) - 1), t >> self.whole, 0
         else:
+            behind = gl.maximum(t - self.whole, 0)
+            t = gl.minimum(t, self.whole) + behind // self.PARTS
             head = t // self.tiles_m
-            return t - head * self.tiles_m, head
+            return t - head * self.tiles_m, head, behind % self.PARTS
 
 
 @aggregate
@@ -198,20 +183,22 @@ class Work:
     HIDING: gl.constexpr  # the mask may hide any block's keys, not only the last ones'
 
     @gluon.jit
-    def place(self, tile):
-        """Where a row tile lies: its rows [row, stop), its blocks of keys [lo, hi), and the key from which on they are counted.
+    def place(self, t):
+        """Where a tile lies: its head, its rows [row, stop), its blocks of keys [lo, hi), and the key from which on they are counted.
 
         The first row of the first tile may be negative (`plan.row_offset`); TMA skips such rows.
         """
+        tile, flat, part = self.todo.locate(t)
         if self.PACKED:
             table = self.back
             row, stop = tile_entry(table, tile, self.sq, 0), tile_entry(table, tile, self.sq, 1)
-            return row, stop, 0, tile_entry(table, tile, self.sq, 3), tile_entry(table, tile, self.sq, 2)
+            return flat, row, stop, 0, tile_entry(table, tile, self.sq, 3), tile_entry(table, tile, self.sq, 2)
         else:
-            ROWS: gl.constexpr = self.q.tiles.shape[3] * self.PLAN.consumers
-            row = tile * ROWS - self.offset
+            BLOCK_M: gl.constexpr = self.q.tiles.shape[3]
+            ROWS: gl.constexpr = BLOCK_M * self.PLAN.consumers
+            row = tile * ROWS + part * BLOCK_M - self.offset
             lo, hi = self.visible_blocks(row, ROWS, self.sq, 0)
-            return row, self.sq, lo, hi, 0
+            return flat, row, self.sq, lo, hi, 0
 
     @gluon.jit
     def heads_of(self, flat):

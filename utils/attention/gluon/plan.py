@@ -29,12 +29,7 @@ class Plan:
     block_d: int  # tile width: the head dimension, rounded up
     block_n: int  # keys of a block
     consumers: int = 1  # warpgroups that compute, 64 query rows each
-    stages: int = 2  # slots of the K ring
-    registers: int = 0  # of a consumer thread
-    v_extra: int = 0  # slots that the V ring has beyond the K ring's: V's is released half a block later than K's
-    own_keys: bool = False  # under a mask, each consumer starts at its own rows' last block, not at the tile's
-    q_slots: int = 1  # tiles of Q in shared memory; with two, the next tile is loaded while this one is computed
-    prefill: int = 0  # a program's first Q, and so many blocks of K and V, are asked for before the roles begin
+    stages: int = 2  # slots of the K ring, and of step 5's V ring, which has at least 3
     depth: int = 0  # 80 or 96: so many columns of Q and K make the scores, and so many of V the output, not all 128 of their tiles
 
     @property
@@ -60,15 +55,15 @@ class Case:
 
 # Step 5's plans, by tile width and variant (`variant_for`).
 _STEP_5 = {
-    (64, ""): Plan(64, 128, 3, 4, 160, own_keys=True, q_slots=2),
-    (64, "few"): Plan(64, 128, 2, 3, 240, own_keys=True, q_slots=2),
-    (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, q_slots=2),
+    (64, ""): Plan(64, 128, 3, 4),
+    (64, "few"): Plan(64, 128, 2, 3),
+    (128, ""): Plan(128, 128, 2, 2),
     # Full attention in tiles of 192 rows, where they make fewer rounds.
-    (128, "three"): Plan(128, 64, 3, 4, 160, q_slots=2),
-    (64, "one"): Plan(64, 128, 1, 4, 240, prefill=1),
-    (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, prefill=1),
-    (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, prefill=1),
-    (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, own_keys=True, prefill=2),
+    (128, "three"): Plan(128, 64, 3, 4),
+    (64, "one"): Plan(64, 128, 1, 4),
+    (128, "one"): Plan(128, 128, 1, 2),
+    (256, "one"): Plan(256, 64, 1, 2),
+    (256, ""): Plan(256, 64, 2, 2),
 }
 
 
@@ -77,18 +72,22 @@ def block_head_dim(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
-def row_offset(plan: Plan, causal: bool, shift: int) -> int:
+def row_offset(causal: bool, shift: int) -> int:
     """Return how many rows before the first query the tiles of step 5 begin. causal: and without a window. shift: Sk - Sq.
 
-    Where a consumer's 64 rows (or a tile's, if all its consumers walk over the same blocks) begin at the position of a
-    block's first key or its middle one, their diagonal lies in one block, and the others need no mask.
+    Where a consumer's 64 rows begin at the position of a block's first key or its middle one, their diagonal lies in one
+    block, and the others need no mask.
     """
-    return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal else 0
+    return shift % BLOCK_M if causal else 0
 
 
-def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
-    """Return how many tiles the rows of a head make, the rows before the first query included (`row_offset`)."""
-    return -(-(sq + row_offset(plan, causal and not window, sk - sq)) // plan.rows)
+def whole_tiles(tiles: int, consumers: int, programs: int) -> int:
+    """Return how many tiles of full attention are computed whole: those of a last round become parts of 64 rows, if a program has one at most."""
+    last = tiles % programs
+    return tiles - last if last * consumers <= programs else tiles
+
+
+_PART = {1: 1.0, 2: 0.8, 3: 0.6}  # how long a part takes, in whole tiles, by consumers
 
 
 def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int) -> str:
@@ -96,20 +95,23 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
 
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
-    "one": one consumer, where even tiles of 64 rows are fewer than programs, or causal rows are dealt out more evenly. "few": tiles of 128 rows at head dimension 64, where
-    there are few tiles or many masks, or as many rounds of them. "three": full attention in fewer rounds of larger tiles. "": any other.
+    "one": each program has a tile of 64 rows at most, or causal rows are dealt out more evenly. "few": tiles of 128 rows at head
+    dimension 64, for few tiles or many masks. "three": full attention in fewer rounds of larger tiles. "": any other.
     """
-    d = block_head_dim(head_dim)
+    d, full = block_head_dim(head_dim), not causal and not window
     small = "few" if d == 64 else ""
 
-    def rounds(name: str) -> int:
-        return -(-row_tiles(_STEP_5[d, name], sq, sk, causal, window) * heads // programs)
+    def rounds(name: str) -> float:
+        plan = plan_for(5, head_dim, name)
+        tiles = len(tile_blocks(plan, sq, sk, causal, window)) * heads
+        whole = whole_tiles(tiles, plan.consumers, programs) if full else tiles
+        return -(-whole // programs) + (_PART[plan.consumers] if whole < tiles else 0)
 
-    if rounds(small) == 1:  # a program has one tile: none to overlap with
+    if rounds(small) <= 1:  # a program has one tile: none to overlap with
         # Two causal tiles of 64 rows, a long and a short one, take 0.75 to 0.95 of the time of one of 128 (eight shapes on an H200).
         return "one" if rounds("one") == 1 or (causal and not window and sq == sk) else small
     if d > 64:  # a round of 192 rows takes 1.6 times as long as one of 128
-        return "three" if d == 128 and not causal and not window and 1.6 * rounds("three") <= rounds("") else ""
+        return "three" if full and d == 128 and 1.6 * rounds("three") <= rounds("") else ""
     few, large, blocks = rounds("few"), rounds(""), -(-sk // 128)
     if window:
         # Many masks: the window's edges, or the diagonal, go through more than a quarter of the blocks that a tile sees.
@@ -124,8 +126,7 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
 
 def packed_variant(head_dim: int, tokens: int, heads: int, programs: int) -> str:
     """Name the variant for packed sequences: at head dimension 64 smaller tiles where there are not three rounds of large ones."""
-    few = block_head_dim(head_dim) == 64 and -(-tokens // _STEP_5[64, ""].rows) * heads < 3 * programs
-    return "few" if few else ""
+    return "few" if head_dim <= 64 and -(-tokens // _STEP_5[64, ""].rows) * heads < 3 * programs else ""
 
 
 def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
@@ -136,7 +137,7 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
     if step == 3:
         return Plan(d, 64 if d == 256 else 128)
     if step == 4:
-        return replace(_STEP_5[d, ""], v_extra=0, stages=3 if d == 64 else 2, q_slots=1, prefill=0)
+        return replace(_STEP_5[d, ""], stages=3 if d == 64 else 2)
     if step == 5:
         plan = _STEP_5.get((d, variant)) or _STEP_5[d, ""]
         return replace(plan, depth=-(-head_dim // 16) * 16 if 64 < head_dim <= 96 else 0)
@@ -146,7 +147,7 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
 def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list[int]:
     """Return how many blocks of keys each row tile of a head sees (`shared.key_blocks`), from the first to the last."""
     last, shift, found = -(-sk // plan.block_n), sk - sq, []
-    for row in range(-row_offset(plan, causal and not window, shift), sq, plan.rows):
+    for row in range(-row_offset(causal and not window, shift), sq, plan.rows):
         behind = row + plan.rows + shift + (0 if causal else window - 1)  # of the first key that no row sees
         high = min(last, -(-max(behind, 0) // plan.block_n)) if causal or window else last
         low = min(max(row + shift - window + 1, 0) // plan.block_n, last - 1) if window else 0
@@ -162,13 +163,11 @@ TILE_OVERHEAD = 1.5  # what a tile costs beyond its key blocks, in key blocks: f
 _MOST_TILES = 1 << 16
 
 
-def deal_tiles(
-    blocks: Sequence[int], heads_total: int, group: int, head_bytes: int, programs: int
-) -> tuple[tuple[int, ...], ...] | None:
-    """Deal tiles of different lengths to the programs so that all end together: row tile | head << 16.
+def deal_tiles(blocks: Sequence[int], heads_total: int, group: int, head_bytes: int, programs: int) -> list[list[int]]:
+    """Deal tiles of different lengths to the programs so that all end together: head << bits of a row tile | row tile.
 
-    The longest come first, each to the program with the least work.
-    Heads are dealt in sections (SECTION_BYTES), one after another.
+    The longest come first, each to the program with the least work, or in turns if there are so many that any order is
+    balanced. Heads are dealt in sections (SECTION_BYTES), one after another.
 
     Args:
         blocks: How many blocks of keys each row tile of a head sees.
@@ -176,22 +175,19 @@ def deal_tiles(
         group: Query heads that share a head of keys.
         head_bytes: Bytes of one head's K and V.
         programs: Number of programs.
-
-    Returns:
-        The tiles of each program; None if there are so many that any order is balanced, or that 16 bits cannot
-        number them.
     """
-    if len(blocks) * heads_total > _MOST_TILES or len(blocks) > 0xFFFF or heads_total > 0x7FFF:
-        return None
+    bits, order = (len(blocks) - 1).bit_length(), sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
+    if len(blocks) * heads_total > _MOST_TILES:
+        tiles = [head << bits | m for m in order for head in range(heads_total)]
+        return [tiles[program::programs] for program in range(programs)]
     section = max(1, SECTION_BYTES // head_bytes) * group
     last = heads_total - min(_LAST_SECTION * section, heads_total)
     starts = sorted({0, *range(last % section, last + 1, section), heads_total})
-    order = sorted(reversed(range(len(blocks))), key=lambda m: -blocks[m])
     loads = [(0.0, program) for program in range(programs)]  # a heap
     dealt: list[list[int]] = [[] for _ in loads]
     for first, behind in itertools.pairwise(starts):
         for m, head in itertools.product(order, range(first, behind)):
             load, program = loads[0]
             heapq.heapreplace(loads, (load + blocks[m] + TILE_OVERHEAD, program))
-            dealt[program].append(m | head << 16)
-    return tuple(map(tuple, dealt))
+            dealt[program].append(head << bits | m)
+    return dealt

@@ -1,7 +1,7 @@
 """Shared parts of the ladder's kernels: which keys a row sees, masks, softmax, and single Hopper instructions.
 
 Conventions. The last query has the position of the last key: query i is at i + Sk - Sq. Causal: keys up to there.
-Window w: keys fewer than w positions away (causal: w keys, the own one included). Scores are in base 2:
+Window w, of step 5: keys fewer than w positions away (causal: w keys, the own one included). Scores are in base 2:
 softmax(scale * s) = 2^(c * (s - max)) / sum, with c = scale * log2(e), one FFMA and one MUFU.EX2 for each score.
 """
 
@@ -62,59 +62,27 @@ def left_operand(columns):
 
 
 @gluon.jit
-def key_blocks(
-    row, ROWS: gl.constexpr, sq, sk, window, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
-):
-    """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see.
+def key_blocks(row, ROWS: gl.constexpr, sq, sk, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many blocks of keys the rows row .. row+ROWS-1 may see, and how many keys all of them see.
 
-    Never empty: a row without keys gets one block, masked throughout, and comes out as zeros.
+    At least one block: a row without keys has it masked throughout, and comes out as zeros.
     """
-    shift = sk - sq
-    last = gl.cdiv(sk, BLOCK_N)
-    lo = 0
-    hi = last
+    n, seen = gl.cdiv(sk, BLOCK_N), sk
     if CAUSAL:
-        hi = gl.minimum(hi, gl.cdiv(gl.maximum(row + ROWS + shift, 0), BLOCK_N))
-    elif WINDOW:
-        hi = gl.minimum(hi, gl.cdiv(gl.maximum(row + ROWS - 1 + shift + window, 0), BLOCK_N))
-    if WINDOW:
-        lo = gl.minimum(gl.maximum(row + shift - window + 1, 0) // BLOCK_N, last - 1)
-    return lo, gl.maximum(hi, lo + 1)
+        position = row + (sk - sq)
+        n = gl.maximum(gl.minimum(n, gl.cdiv(gl.maximum(position + ROWS, 0), BLOCK_N)), 1)
+        seen = gl.minimum(position + 1, sk)
+    return n, seen
 
 
 @gluon.jit
-def clean_blocks(
-    row, ROWS: gl.constexpr, lo, hi, sq, sk, window, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
-):
-    """The blocks that need no mask, counted i = 0, 1, ... from the last key block down: right <= i < left."""
-    shift = sk - sq
-    seen = sk
-    if CAUSAL:
-        seen = gl.minimum(gl.maximum(row + shift + 1, 0), sk)
-    elif WINDOW:
-        seen = gl.minimum(gl.maximum(row + shift + window, 0), sk)
-    right = gl.maximum(hi - seen // BLOCK_N, 0)
-    left = hi - lo
-    if WINDOW:
-        first = gl.maximum(row + ROWS - 1 + shift - window + BLOCK_N, 0) // BLOCK_N
-        left = hi - gl.maximum(first, lo)
-    return right, left
-
-
-@gluon.jit
-def mask_scores(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+def mask_scores(s, row, key, sq, sk, layout: gl.constexpr, CAUSAL: gl.constexpr):
     """Replace the scores [BLOCK_M, BLOCK_N] of rows row.. and keys key.. by minus infinity where a row may not look."""
-    BLOCK_M: gl.constexpr = s.shape[0]
-    BLOCK_N: gl.constexpr = s.shape[1]
-    positions = row + (sk - sq) + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))[:, None]
-    keys = key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))[None, :]
+    positions = row + (sk - sq) + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))[:, None]
+    keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))[None, :]
     keep = keys < sk
     if CAUSAL:
         keep = keep & (keys <= positions)
-    if WINDOW:
-        keep = keep & (keys > positions - window)
-        if not CAUSAL:
-            keep = keep & (keys < positions + window)
     return gl.where(keep, s, MINUS_INF)
 
 

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.arguments import Arguments
 from utils.attention.gluon.shared import (
     MINUS_INF,
-    clean_blocks,
     inverse_and_lse,
     key_blocks,
     mask_scores,
@@ -54,7 +53,7 @@ def store_output(o_ptr, lse_ptr, o, m, total, c, row, sq, stride, HEAD_DIM: gl.c
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-@gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "group"])
+@gluon.jit(do_not_specialize=["sq", "sk", "heads", "group"])
 def attention_step1(
     q_ptr,
     k_ptr,
@@ -75,7 +74,6 @@ def attention_step1(
     o_row,
     sq,
     sk,
-    window,
     heads,
     group,
     c,
@@ -84,7 +82,6 @@ def attention_step1(
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
     LSE: gl.constexpr,
 ):
     """A block computes 64 query rows of one head: grid (row tiles, batch * heads)."""
@@ -112,10 +109,9 @@ def attention_step1(
     m = gl.full([BLOCK_M], MINUS_INF, gl.float32, rows)
     total = gl.zeros([BLOCK_M], gl.float32, rows)
     o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
-    lo, hi = key_blocks(row, BLOCK_M, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
-    right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
-    for i in range(hi - lo):
-        key = (hi - 1 - i) * BLOCK_N
+    n, seen = key_blocks(row, BLOCK_M, sq, sk, BLOCK_N, CAUSAL)
+    for i in range(n):
+        key = (n - 1 - i) * BLOCK_N
         k.store(load_rows(k_base, key, sk, k_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D))
         v.store(load_rows(v_base, key, sk, v_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D))
         # The threads stored Q, K and V through the generic proxy, wgmma reads them through the async proxy: without the
@@ -124,8 +120,8 @@ def attention_step1(
         thread_barrier()  # without it a warp would multiply rows that another warp has not stored yet
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
         s = warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False)
-        if (i < right) | (i >= edge) | (key + BLOCK_N > sk):
-            s = mask_scores(s, row, key, sq, sk, window, scores, CAUSAL, WINDOW)
+        if key + BLOCK_N > seen:
+            s = mask_scores(s, row, key, sq, sk, scores, CAUSAL)
         p, m, total, alpha = online_softmax(s, m, total, c)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v, o)

@@ -19,14 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma
 
 from utils.attention.gluon.arguments import Arguments
-from utils.attention.gluon.shared import (
-    MINUS_INF,
-    clean_blocks,
-    key_blocks,
-    mask_scores,
-    online_softmax,
-    thread_barrier,
-)
+from utils.attention.gluon.shared import MINUS_INF, key_blocks, mask_scores, online_softmax, thread_barrier
 from utils.attention.gluon.step1_synchronous import load_rows, store_output
 
 
@@ -50,7 +43,7 @@ def copy_rows(
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-@gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "group"])
+@gluon.jit(do_not_specialize=["sq", "sk", "heads", "group"])
 def attention_step2(
     q_ptr,
     k_ptr,
@@ -71,7 +64,6 @@ def attention_step2(
     o_row,
     sq,
     sk,
-    window,
     heads,
     group,
     c,
@@ -80,7 +72,6 @@ def attention_step2(
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
     LSE: gl.constexpr,
 ):
     """A block computes 64 query rows of one head: grid (row tiles, batch * heads)."""
@@ -108,14 +99,12 @@ def attention_step2(
     m = gl.full([BLOCK_M], MINUS_INF, gl.float32, rows)
     total = gl.zeros([BLOCK_M], gl.float32, rows)
     o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
-    lo, hi = key_blocks(row, BLOCK_M, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
-    right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
-    n = hi - lo
-    copy_rows(k_ring.index(0), k_base, (hi - 1) * BLOCK_N, sk, k_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
-    copy_rows(v_ring.index(0), v_base, (hi - 1) * BLOCK_N, sk, v_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
+    n, seen = key_blocks(row, BLOCK_M, sq, sk, BLOCK_N, CAUSAL)
+    copy_rows(k_ring.index(0), k_base, (n - 1) * BLOCK_N, sk, k_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
+    copy_rows(v_ring.index(0), v_base, (n - 1) * BLOCK_N, sk, v_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
     async_copy.commit_group()
     for i in range(n):
-        key = (hi - 1 - i) * BLOCK_N
+        key = (n - 1 - i) * BLOCK_N
         slot = i % 2
         # The next block's copies (of row sk on, so nothing but zeros, after the last block).
         next_key = gl.where(i + 1 < n, key - BLOCK_N, sk)
@@ -129,8 +118,8 @@ def attention_step2(
         thread_barrier()  # the wait covers a thread's own copies only: without it a warp would read unfinished rows
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
         s = warpgroup_mma(q, k_ring.index(slot).permute([1, 0]), zero, use_acc=False)
-        if (i < right) | (i >= edge) | (key + BLOCK_N > sk):
-            s = mask_scores(s, row, key, sq, sk, window, scores, CAUSAL, WINDOW)
+        if key + BLOCK_N > seen:
+            s = mask_scores(s, row, key, sq, sk, scores, CAUSAL)
         p, m, total, alpha = online_softmax(s, m, total, c)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v_ring.index(slot), o)

@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.arguments import Arguments
 from utils.attention.gluon.shared import (
     MINUS_INF,
-    clean_blocks,
     inverse_and_lse,
     key_blocks,
     mask_scores,
@@ -42,7 +41,7 @@ def load_tile(descriptor, batch, head, row, ring, full, slot, pred):
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-@gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "group"])
+@gluon.jit(do_not_specialize=["sq", "sk", "heads", "group"])
 def attention_step3(
     q_desc,
     k_desc,
@@ -51,7 +50,6 @@ def attention_step3(
     lse_ptr,
     sq,
     sk,
-    window,
     heads,
     group,
     c,
@@ -59,7 +57,6 @@ def attention_step3(
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
     LSE: gl.constexpr,
 ):
     """A block computes 64 query rows of one head: grid (row tiles, batch * heads)."""
@@ -91,13 +88,11 @@ def attention_step3(
     fence_async_shared()
     thread_barrier()
 
-    lo, hi = key_blocks(row, BLOCK_M, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
-    right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
-    n = hi - lo
+    n, seen = key_blocks(row, BLOCK_M, sq, sk, BLOCK_N, CAUSAL)
     load_tile(q_desc, batch, head, row, q_ring, q_full, 0, True)
     for i in gl.static_range(2):
-        load_tile(k_desc, batch, kv_head, (hi - 1 - i) * BLOCK_N, k_ring, k_full, i, i < n)
-        load_tile(v_desc, batch, kv_head, (hi - 1 - i) * BLOCK_N, v_ring, v_full, i, i < n)
+        load_tile(k_desc, batch, kv_head, (n - 1 - i) * BLOCK_N, k_ring, k_full, i, i < n)
+        load_tile(v_desc, batch, kv_head, (n - 1 - i) * BLOCK_N, v_ring, v_full, i, i < n)
 
     m = gl.full([BLOCK_M], MINUS_INF, gl.float32, rows)
     total = gl.zeros([BLOCK_M], gl.float32, rows)
@@ -105,7 +100,7 @@ def attention_step3(
     q = q_ring.index(0).reshape([BLOCK_M, BLOCK_D])
     mbarrier.wait(q_full.index(0), 0)  # without it the first product would read what was in shared memory before
     for i in range(n):
-        key = (hi - 1 - i) * BLOCK_N
+        key = (n - 1 - i) * BLOCK_N
         slot = i % 2
         phase = (i // 2) & 1
         mbarrier.wait(k_full.index(slot), phase)  # K has arrived; `phase` tells this round of the slot from the last
@@ -113,8 +108,8 @@ def attention_step3(
         s = warpgroup_mma(q, k_ring.index(slot).reshape([BLOCK_N, BLOCK_D]).permute([1, 0]), zero, use_acc=False)
         thread_barrier()  # all four warps have read this K: without it TMA would overwrite it under a slow one
         load_tile(k_desc, batch, kv_head, key - 2 * BLOCK_N, k_ring, k_full, slot, i + 2 < n)
-        if (i < right) | (i >= edge) | (key + BLOCK_N > sk):
-            s = mask_scores(s, row, key, sq, sk, window, scores, CAUSAL, WINDOW)
+        if key + BLOCK_N > seen:
+            s = mask_scores(s, row, key, sq, sk, scores, CAUSAL)
         p, m, total, alpha = online_softmax(s, m, total, c)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         mbarrier.wait(v_full.index(slot), phase)  # V has arrived

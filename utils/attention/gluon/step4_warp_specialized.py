@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.arguments import Arguments
 from utils.attention.gluon.shared import (
     MINUS_INF,
-    clean_blocks,
     inverse_and_lse,
     key_blocks,
     mask_scores,
@@ -37,13 +36,13 @@ from utils.attention.gluon.shared import (
 
 
 @gluon.jit
-def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """One warp: load Q, then each block of K and V as soon as its slot is empty, from the last block to the first."""
     descriptors, rings, bars, shape = loads
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_ring, v_ring = rings
     q_full, k_full, k_empty, v_full, v_empty = bars
-    sq, sk, window, heads, group = shape
+    sq, sk, heads, group = shape
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
     BLOCK_N: gl.constexpr = k_ring.shape[3]
     row = gl.program_id(0) * (BLOCK_M * CONSUMERS)
@@ -52,11 +51,11 @@ def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.co
     for w in gl.static_range(CONSUMERS):
         mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
         tma_load(q_desc, [batch, head, row + w * BLOCK_M, 0], q_full.index(w), q_tiles.index(w))
-    lo, hi = key_blocks(row, BLOCK_M * CONSUMERS, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
-    for i in range(hi - lo):
+    n = key_blocks(row, BLOCK_M * CONSUMERS, sq, sk, BLOCK_N, CAUSAL)[0]
+    for i in range(n):
         slot = i % STAGES
         free = ((i // STAGES) & 1) ^ 1  # a fresh barrier counts as completed once: the first round does not wait
-        key = (hi - 1 - i) * BLOCK_N
+        key = (n - 1 - i) * BLOCK_N
         # Without the waits TMA would overwrite a K or V that a consumer still reads. The bytes of a copy are announced
         # (`expect`) before it starts: otherwise they could complete the barrier's phase too early.
         mbarrier.wait(k_empty.index(slot), free)
@@ -68,14 +67,12 @@ def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.co
 
 
 @gluon.jit
-def consumer(
-    work, W: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr
-):
+def consumer(work, W: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr):
     """Warpgroup W: 64 query rows against the blocks of K and V that the producer loads."""
     o_desc, lse_ptr, rings, bars, shape, c = work
     q_tiles, k_ring, v_ring = rings
     q_full, k_full, k_empty, v_full, v_empty = bars
-    sq, sk, window, heads, group = shape
+    sq, sk, heads, group = shape
     dtype: gl.constexpr = q_tiles.dtype
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
@@ -89,23 +86,25 @@ def consumer(
     first_row = gl.program_id(0) * (BLOCK_M * CONSUMERS)
     row = first_row + W * BLOCK_M
     flat = gl.program_id(1)
-    lo, hi = key_blocks(first_row, BLOCK_M * CONSUMERS, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
-    right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
+    n = key_blocks(first_row, BLOCK_M * CONSUMERS, sq, sk, BLOCK_N, CAUSAL)[
+        0
+    ]  # of the tile, whose blocks all consumers release
+    seen = key_blocks(row, BLOCK_M, sq, sk, BLOCK_N, CAUSAL)[1]
     m = gl.full([BLOCK_M], MINUS_INF, gl.float32, rows)
     total = gl.zeros([BLOCK_M], gl.float32, rows)
     o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
     q = q_tiles.index(W).reshape([BLOCK_M, BLOCK_D])
     mbarrier.wait(q_full.index(W), 0)  # without it the first product would read what was in shared memory before
-    for i in range(hi - lo):
+    for i in range(n):
         slot = i % STAGES
         phase = (i // STAGES) & 1
-        key = (hi - 1 - i) * BLOCK_N
+        key = (n - 1 - i) * BLOCK_N
         mbarrier.wait(k_full.index(slot), phase)  # K has arrived; `phase` tells this round of the slot from the last
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
         s = warpgroup_mma(q, k_ring.index(slot).reshape([BLOCK_N, BLOCK_D]).permute([1, 0]), zero, use_acc=False)
         mbarrier.arrive(k_empty.index(slot), count=1)  # without it the producer waits for ever, a round later
-        if (i < right) | (i >= edge) | (key + BLOCK_N > sk):
-            s = mask_scores(s, row, key, sq, sk, window, scores, CAUSAL, WINDOW)
+        if key + BLOCK_N > seen:
+            s = mask_scores(s, row, key, sq, sk, scores, CAUSAL)
         p, m, total, alpha = online_softmax(s, m, total, c)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         mbarrier.wait(v_full.index(slot), phase)  # V has arrived
@@ -125,7 +124,7 @@ def consumer(
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-@gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "group"])
+@gluon.jit(do_not_specialize=["sq", "sk", "heads", "group"])
 def attention_step4(
     q_desc,
     k_desc,
@@ -134,7 +133,6 @@ def attention_step4(
     lse_ptr,
     sq,
     sk,
-    window,
     heads,
     group,
     c,
@@ -143,9 +141,7 @@ def attention_step4(
     BLOCK_D: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
     LSE: gl.constexpr,
 ):
     """Allocate tiles, rings and barriers, then start the roles: CONSUMERS warpgroups and the producer warp."""
@@ -168,24 +164,24 @@ def attention_step4(
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
     rings = (q_tiles, k_ring, v_ring)
     bars = (q_full, k_full, k_empty, v_full, v_empty)
-    shape = (sq, sk, window, heads, group)
+    shape = (sq, sk, heads, group)
     loads = ((q_desc, k_desc, v_desc), rings, bars, shape)
     work = (o_desc, lse_ptr, rings, bars, shape, c)
     # The first role has the four warps of the launch and the registers that the others leave. With two consumers the last
     # role falls away.
     gl.warp_specialize(
         [
-            (consumer, (work, 0, STAGES, CAUSAL, WINDOW, LSE)),
-            (producer, (loads, CONSUMERS, STAGES, CAUSAL, WINDOW)),
-            (consumer, (work, 1, STAGES, CAUSAL, WINDOW, LSE)),
-            (consumer, (work, 2, STAGES, CAUSAL, WINDOW, LSE)),
+            (consumer, (work, 0, STAGES, CAUSAL, LSE)),
+            (producer, (loads, CONSUMERS, STAGES, CAUSAL)),
+            (consumer, (work, 1, STAGES, CAUSAL, LSE)),
+            (consumer, (work, 2, STAGES, CAUSAL, LSE)),
         ][: CONSUMERS + 1],
         [1, 4, 4][:CONSUMERS],
-        [32 if CONSUMERS == 3 else 24, REGISTERS, REGISTERS][:CONSUMERS],
+        [32, 160, 160] if CONSUMERS == 3 else [24, 240],
     )
 
 
 def launch(a: Arguments) -> None:
     """Run the kernel on tensors of a GPU."""
-    pipeline = {"CONSUMERS": a.plan.consumers, "STAGES": a.plan.stages, "REGISTERS": a.plan.registers}
+    pipeline = {"CONSUMERS": a.plan.consumers, "STAGES": a.plan.stages}
     attention_step4[a.grid()](*a.descriptors(), a.lse, *a.sizes(), **a.constants(), **pipeline)

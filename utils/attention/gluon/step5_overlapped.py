@@ -12,10 +12,9 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     K, V tile     BLOCK_N keys, slots of the K and V rings     128, 4 and 4     128, 2 and 3     64, 2 and 3
     registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
     shared        Q + K ring + V ring                          48+64+64         64+64+96         64+64+96 KiB
-    own_keys      masked: each consumer starts at its last block yes             no               yes
-    prefill       blocks asked for before the roles begin      0                0                2
 
-With two tiles of Q the producer goes on into the next tile while this one is computed. The other plans are in `plan.py`.
+With two tiles of Q the producer goes on into the next tile while this one is computed. A last round of few tiles of full
+attention is shared by all programs, 64 rows each (`plan.whole_tiles`). The other plans are in `plan.py`.
 
 Where to find what: a block of keys in `blocks.py`, its softmax in `softmax.py`, rings and masks in `pipeline.py`, what is loaded and stored in `transfers.py`,
 and which program has which tile in `plan.py`. Only blocks that straddle the diagonal, the window's edge or the
@@ -31,16 +30,16 @@ from collections.abc import Callable
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import first_block, start_output, step
 from utils.attention.gluon.intervals import packed_queries
-from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring, make_barriers
-from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_blocks
+from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
+from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_blocks, whole_tiles
 from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import normalizers, spread
-from utils.attention.gluon.transfers import fill_rings, producer, store_lse, store_tile
+from utils.attention.gluon.transfers import load_first, producer, store_lse, store_tile
 from utils.kernels.assembling import narrow_products, reassembled
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
@@ -70,15 +69,19 @@ def consumer(work, results, W: gl.constexpr):
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
+    Q_SLOTS: gl.constexpr = work.q.SLOTS
 
     count, t, rest = work.todo.first()
+    PARTS: gl.constexpr = work.todo.PARTS
+    own = count  # tiles that this consumer computes rows of
+    if W > 0 and PARTS > 1:
+        own = count - work.todo.is_part(t + (count - 1) * gl.num_programs(0)).to(gl.int32)
     it = 0
-    for i in range(count):
+    for i in range(own):
         t_next = work.todo.start_next(t, rest, i)
-        tile, flat = work.todo.locate(t)
-        first_row, stop, lo, hi, base = work.place(tile)
+        flat, first_row, stop, lo, hi, base = work.place(t)
         row = first_row + W * BLOCK_M
-        if PLAN.own_keys and work.CASE.mask != "":
+        if work.CASE.mask != "":
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
             own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop, base)[1], lo + 1)
             it = skip_blocks(work, it, hi - own_hi)
@@ -90,7 +93,7 @@ def consumer(work, results, W: gl.constexpr):
         q = work.q.tile(i, W)
         block = Block(it, row, base + (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, q)
-        if PLAN.q_slots == 2:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
+        if Q_SLOTS == 2:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
                 tma.store_wait(0)
@@ -113,16 +116,18 @@ def consumer(work, results, W: gl.constexpr):
         o = o * spread(inverse, o)
         work.v.release(it - 1)
         store_tile(work, out, flat, row, work.q.tiles.index(work.q.slot(i, W)), o, stop)
-        if PLAN.q_slots == 1:
+        if Q_SLOTS == 1:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)
         t = work.todo.finish_next(t_next)
+    if W > 0 and PARTS > 1:
+        skip_blocks(work, it, (count - own) * gl.cdiv(work.sk, BLOCK_N))
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["sq", "sk", "back", "ahead", "tiles_m", "heads_total", "heads", "group"]
-SIZES += ["schedule_stride", "offset", "eighths", "lse_wanted"]
+SIZES += ["whole", "schedule_stride", "offset", "eighths", "lse_wanted"]
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -142,6 +147,7 @@ def attention_step5(
     heads_total,
     heads,
     group,
+    whole,
     schedule_stride,
     offset,
     eighths,
@@ -152,24 +158,20 @@ def attention_step5(
 ):
     """Allocate rings and barriers, then start the roles: a producer warp and PLAN.consumers consumer warpgroups."""
     CONSUMERS: gl.constexpr = PLAN.consumers
-    REGISTERS: gl.constexpr = PLAN.registers
-    # A barrier takes 35 cycles to make, and nothing is loaded before its own: those of the first loads come first.
-    PREFILL: gl.constexpr = PLAN.prefill
-    gl.static_assert(PLAN.stages >= PREFILL)
+    # Registers of a thread: 65536 on a multiprocessor, of which a consumer leaves the producer's warpgroup 24 or 32.
+    REGISTERS: gl.constexpr = 160 if CONSUMERS == 3 else 240
     PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
     HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
-    READY: gl.constexpr = PREFILL if PREFILL > 0 else None
-    q = allocate_ring(q_desc, PLAN.q_slots, CONSUMERS, 1, 0, CONSUMERS if PREFILL > 0 else None)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, 0, READY)
-    v = allocate_ring(v_desc, PLAN.stages + PLAN.v_extra, 1, CONSUMERS, 0, READY)
-    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, CASE.dealt, CASE.mask == "causal")
+    # With two tiles of Q, the next one is loaded while a tile is computed; two of 128 x 256 do not fit.
+    q = allocate_ring(q_desc, 1 if CONSUMERS * PLAN.block_d == 512 else 2, CONSUMERS, 1)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS)
+    # V's slots are released half a block later than K's: with two of K, V has a third.
+    v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS)
+    PARTS: gl.constexpr = CONSUMERS if CASE.mask == "" else 1
+    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, whole, CASE.dealt, PARTS)
     work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
-    if PREFILL > 0:
-        fill_rings(work, q_desc, k_desc, v_desc)
-        make_barriers(q, 1, CONSUMERS)
-        make_barriers(k, CONSUMERS, PREFILL)
-        make_barriers(v, CONSUMERS, PREFILL)
-        fence_async_shared()  # TMA completes these barriers, too
+    if CONSUMERS == 1:
+        load_first(work, q_desc, k_desc, v_desc)
     results = ((o_desc, out_ptr, eighths), lse_ptr)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. With one or two consumers the last roles fall away.
@@ -195,11 +197,9 @@ def narrowed(compiled, plan: Plan):
 @functools.lru_cache(maxsize=64)
 def tile_schedule(
     blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device
-) -> tuple[torch.Tensor | None, int]:
-    """The schedule of a head's tiles on the GPU, a row for each program, and the length of a row; None: not dealt."""
+) -> tuple[torch.Tensor, int]:
+    """The schedule of a head's tiles on the GPU, a row for each program, and the length of a row."""
     dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs)
-    if dealt is None:
-        return None, 0
     # A row: how many tiles, the tiles, and one more, because a program reads ahead.
     stride = max(map(len, dealt)) + 2
     table = [[len(tiles), *tiles, *[0] * (stride - 1 - len(tiles))] for tiles in dealt]
@@ -209,22 +209,16 @@ def tile_schedule(
 _captured: dict[int, torch.Tensor] = {}  # schedules that CUDA graphs read, by address
 
 
-def keep_for_graphs(schedule: torch.Tensor) -> None:
-    """Keep a schedule as long as the process lives if this launch is captured.
+def repeated(handle: Callable, schedule: torch.Tensor | None) -> Callable:
+    """Return a launch that was made, to be repeated on (q, k, v, out, lse) like its own.
 
     A graph is replayed with the addresses that it was captured with. It keeps nothing alive that was there before, and
     `tile_schedule` drops what is old: the programs would then read which tiles are theirs from another tensor's memory.
     """
-    if torch.cuda.is_current_stream_capturing():
-        _captured[schedule.data_ptr()] = schedule
-
-
-def repeated(handle: Callable, schedule: torch.Tensor | None) -> Callable:
-    """Return a launch that was made, to be repeated on (q, k, v, out, lse) like its own."""
 
     def again(q, k, v, out, lse) -> None:
-        if schedule is not None:
-            keep_for_graphs(schedule)
+        if schedule is not None and torch.cuda.is_current_stream_capturing():
+            _captured[schedule.data_ptr()] = schedule
         handle(q, k, v, out, out, lse)
 
     return again
@@ -244,19 +238,20 @@ def launch(a: Arguments) -> Callable | None:
         blocks = tuple(tile_blocks(plan, a.sq, a.sk, causal, window))
         back, ahead = max(window - 1, 0), 0 if causal else max(window - 1, 0)
         mask = "window" if window else "causal" if causal else ""
-    offset = row_offset(plan, mask == "causal", a.sk - a.sq)
+    offset = row_offset(mask == "causal", a.sk - a.sq)
     tiles = len(blocks) * a.heads_total
-    programs = min(a.programs, tiles)
+    whole = tiles if mask else whole_tiles(tiles, plan.consumers, a.programs)
+    programs = min(a.programs, whole + (tiles - whole) * plan.consumers)
     schedule, stride = None, 0
     if tiles > programs and len(set(blocks)) > 1:  # causal, or a window
-        head_bytes = a.sk * plan.block_d * 4
-        schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
-    dealt = schedule is not None
-    case = Case(mask, dealt, offset > 0 or len(a.lengths) > 1)
+        work = blocks, a.heads_total, a.group, a.sk * plan.block_d * 4
+        schedule, stride = tile_schedule(*work, programs, a.q.device)
+        whole = (len(blocks) - 1).bit_length()  # of a dealt number, where the head begins
+    case = Case(mask, schedule is not None, offset > 0 or len(a.lengths) > 1)
     tensors = (*a.descriptors(), a.out, a.lse)
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
     heads = a.heads_total, a.heads, a.group
-    sizes = a.sq, a.sk, back, ahead, len(blocks), *heads, stride, offset, a.head_dim // 8, int(a.return_lse), a.c
+    sizes = a.sq, a.sk, back, ahead, len(blocks), *heads, whole, stride, offset, a.head_dim // 8, int(a.return_lse), a.c
     options = {"PLAN": plan, "CASE": case, "num_warps": 4}
     if not a.q.is_cuda:
         return attention_step5[(programs,)](*tensors, table, *sizes, **options)

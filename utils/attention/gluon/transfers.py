@@ -1,4 +1,4 @@
-"""What step 5 loads and stores: the producer warp, the first loads of a program, and where the consumers leave a tile."""
+"""What step 5 loads and stores: the producer warp, and where the consumers leave a tile."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ def producer(work, q_desc, k_desc, v_desc):
     it = 0
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
-        tile, flat = work.todo.locate(t)
-        row, _stop, lo, hi, base = work.place(tile)
+        flat, row, _stop, lo, hi, base = work.place(t)
         batch, head, kv_head = work.heads_of(flat)
         begin = 0
-        if PLAN.prefill > 0:  # of the first tile `fill_rings` has asked for some
-            begin = gl.where(i == 0, gl.minimum(PLAN.prefill, hi - lo), 0)
+        if CONSUMERS == 1:  # `load_first` has asked for the first tile's Q, and its first block
+            begin = (i == 0).to(gl.int32)
             it += begin
         for j in range(begin, hi - lo):
             key = base + (hi - 1 - j) * PLAN.block_n
@@ -33,7 +32,7 @@ def producer(work, q_desc, k_desc, v_desc):
             if j == 0:
                 work.q.load(i, q_desc, batch, head, row)
             work.k.load(it, k_desc, batch, kv_head, key)
-            if j == 0:
+            if (j == 0) & (not work.todo.is_part(t)):
                 for w in gl.static_range(1, CONSUMERS):
                     work.q.load(i, q_desc, batch, head, row + w * BLOCK_M, w)
             work.v.load(it, v_desc, batch, kv_head, key)
@@ -42,47 +41,29 @@ def producer(work, q_desc, k_desc, v_desc):
 
 
 @gluon.jit
-def fill_rings(work, q_desc, k_desc, v_desc):
-    """Before the roles begin: ask for the first tile's Q and its first blocks of K and V.
-
-    Triton hands over to the roles through shared memory and barriers, and puts a barrier between an expectation and its copy: so
-    all expectations come before all copies.
-    """
-    PLAN: gl.constexpr = work.PLAN
-    CONSUMERS: gl.constexpr = PLAN.consumers
-    COUNT: gl.constexpr = PLAN.prefill
-    BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
+def load_first(work, q_desc, k_desc, v_desc):
+    """Before the roles of one consumer begin: ask for the first tile's Q and its first block of K and V."""
     fence_async_shared()  # TMA completes the barriers through the async proxy, and may otherwise find them as they were before
-    if work.CASE.dealt:
-        count, t, _rest = work.todo.first()
-    else:  # there are no more programs than tiles
-        count, t = 1, gl.program_id(0)
-    tile, flat = work.todo.locate(t)
-    row, _stop, lo, hi, base = work.place(tile)
+    count, t, _rest = work.todo.first()
+    flat, row, _stop, _lo, hi, base = work.place(t)
     batch, head, kv_head = work.heads_of(flat)
-    blocks = gl.where(count > 0, hi - lo, 0)  # a program that has no tile asks for nothing
-    for w in gl.static_range(CONSUMERS):
-        work.q.expect(0, q_desc, w, pred=blocks > 0)
-    for j in gl.static_range(COUNT):
-        work.k.expect(j, k_desc, pred=j < blocks)
-        work.v.expect(j, v_desc, pred=j < blocks)
-    work.q.copy(0, q_desc, batch, head, row, pred=blocks > 0)
-    for j in gl.static_range(COUNT):
-        key = base + (hi - 1 - j) * PLAN.block_n
-        work.k.copy(j, k_desc, batch, kv_head, key, pred=j < blocks)
-        if j == 0:
-            for w in gl.static_range(1, CONSUMERS):
-                work.q.copy(0, q_desc, batch, head, row + w * BLOCK_M, w, pred=blocks > 0)
-        work.v.copy(j, v_desc, batch, kv_head, key, pred=j < blocks)
+    key = base + (hi - 1) * work.PLAN.block_n
+    some = count > 0  # a program that has no tile asks for nothing
+    # Triton puts a barrier between an expectation and its copy: so all expectations come before all copies.
+    work.q.expect(0, q_desc, pred=some)
+    work.k.expect(0, k_desc, pred=some)
+    work.v.expect(0, v_desc, pred=some)
+    work.q.copy(0, q_desc, batch, head, row, pred=some)
+    work.k.copy(0, k_desc, batch, kv_head, key, pred=some)
+    work.v.copy(0, v_desc, batch, kv_head, key, pred=some)
 
 
 @gluon.jit
 def store_tile(work, out, flat, row, tile, o, stop):
     """Store 64 rows of the output through a tile in shared memory.
 
-    By TMA, but where the first row is before the first query: TMA reads from negative coordinates, and fills in zeros, but
-    a store to them is an illegal instruction. Nor where the last row is behind `stop`, in the next packed sequence. The rows
-    of such a tile the threads store themselves.
+    By TMA, unless the first row is before the first query, where a store by TMA is an illegal instruction, or the last row is
+    behind `stop`, in the next packed sequence. The threads store the rows of such a tile themselves.
     """
     o_desc, out_ptr, eighths = out
     BLOCK_D: gl.constexpr = o.shape[1]
@@ -111,11 +92,8 @@ def store_tile(work, out, flat, row, tile, o, stop):
 
 @gluon.jit
 def store_lse(work, lse_ptr, state, flat, row, stop):
-    """Store the log-sum-exp, if it is wanted, of the rows from `row` on that exist, and are before `stop`.
-
-    The logarithms run beside the products that have just been handed over. Inside of the branch they changed the order of the
-    loop's instructions: full attention took 1.008 of the time at head dimension 64, and behind the output causal 1.035.
-    """
+    """Store the log-sum-exp, if it is wanted, of the rows from `row` on that exist, and are before `stop`."""
+    # The logarithms run beside the products that have just been handed over; in the branch, or behind the output, they cost up to 3%.
     lses = normalizers(state, work.c, row)[1]
     if work.lse_wanted != 0:
         for half in gl.static_range(len(lses)):

@@ -229,7 +229,7 @@ def softmax(
         mbarrier.wait(bars.s_full.index(TILE), i & 1)
         s = s_view.load(wide)
         if (i + 1) * BLOCK_N > seen:
-            s = mask_scores(s, row, i * BLOCK_N, sq, sk, 0, wide, CAUSAL, False)
+            s = mask_scores(s, row, i * BLOCK_N, sq, sk, wide, CAUSAL)
         p, m, total, alpha = online_softmax(s, m, total, c)
         # The correction has read the alpha before this one: the scores that were just waited for came after `o_ready`.
         alphas.index(TILE).store(alpha)
