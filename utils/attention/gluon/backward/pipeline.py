@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from utils.attention.gluon.intervals import clean_interval, tile_entry
+from utils.attention.gluon.intervals import clean_interval, row_bounds, tile_entry
 from utils.attention.gluon.shared import aggregate, meet, pass_by, tma_load, zero_columns
 from utils.kernels.early_launch import wait_for_launch_before
 
@@ -14,6 +14,7 @@ from utils.kernels.early_launch import wait_for_launch_before
 tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
 LOG2_E = gl.constexpr(1.4426950408889634)
 SLOTS = gl.constexpr(2)  # of the rings of Q and dO
+NOBODY = gl.constexpr(1 << 30)  # the first query that sees a key which does not exist
 # One kernel for all sizes: without `do_not_specialize`, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "blocks_n", "section", "total", "whole", "pieces"]
 
@@ -68,21 +69,23 @@ class Sizes:
         return outside | (key + KEYS > self.sk)
 
     @gluon.jit
-    def mask(self, p, key, row, bounds=0):
+    def queries_of(self, keys, stop):
+        """Queries low .. high - 1 that see each of these keys; none see those from `stop` on."""
+        if self.PLAN.mask == "packed":
+            return row_bounds(self.back, keys, stop, self.sk)
+        else:
+            own = keys - (self.sk - self.sq)  # the query that has the key's position
+            # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
+            return gl.where(keys < stop, own - self.ahead, NOBODY), own + self.back + 1
+
+    @gluon.jit
+    def mask(self, p, key, row):
         """Zero the probabilities [keys, queries] of keys key.. and queries row.. where a query may not look.
 
         The probabilities and not the scores, because an infinite score times a negative scale would be infinite again.
-        bounds: which queries see each key of the block, if there is a table.
         """
-        layout: gl.constexpr = gl.SliceLayout(1, p.type.layout)
-        if self.PLAN.mask == "packed":
-            first, behind = bounds.index(0).load(layout) - row, bounds.index(1).load(layout) - row
-        else:
-            keys = key + gl.arange(0, p.shape[0], layout)
-            own = keys - (self.sk - self.sq) - row  # the column of the query that has the key's position
-            # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
-            first, behind = gl.where(keys < self.sk, own - self.ahead, p.shape[1]), own + self.back + 1
-        return zero_columns(p, first, behind)
+        low, high = self.queries_of(key + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout)), self.sk)
+        return zero_columns(p, low - row, high - row)
 
     @gluon.jit
     def mask_keys(self, p, key, row):

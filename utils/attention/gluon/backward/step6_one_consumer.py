@@ -26,8 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.backward.fragments import to_halves
 from utils.attention.gluon.backward.pipeline import SIZES, Part, allocate_work, load_part, make_sizes, tma_add
 from utils.attention.gluon.backward.shares import make_share, store_part
-from utils.attention.gluon.intervals import row_bounds
-from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_store, wait_products
+from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_store, wait_products, zero_columns
 from utils.kernels.early_launch import let_next_launch_begin
 
 # The named barrier at which the consumer has left a tile's dQ in shared memory. Triton uses one for each partition, and two.
@@ -127,6 +126,13 @@ def start_dq(work, ds):
 
 
 @gluon.jit
+def mask_queries(p, bounds, row):
+    """Zero the probabilities [keys, queries] of queries row.. that do not see a key; bounds: which queries see each key."""
+    layout: gl.constexpr = gl.SliceLayout(1, p.type.layout)
+    return zero_columns(p, bounds.index(0).load(layout) - row, bounds.index(1).load(layout) - row)
+
+
+@gluon.jit
 def leave_dq(leave, dq, i):
     """Leave dQ of load number i where the storing warp reads it."""
     sums_desc, tiles, empty = leave
@@ -136,7 +142,7 @@ def leave_dq(leave, dq, i):
 
 
 @gluon.jit
-def walk(work, ds_tiles, leave, bounds, v_left, state, key, lo, hi, number, MASK: gl.constexpr):
+def walk(work, ds_tiles, leave, bounds, v_left, state, lo, hi, number, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
     number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
@@ -160,7 +166,7 @@ def walk(work, ds_tiles, leave, bounds, v_left, state, key, lo, hi, number, MASK
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = exp2(s * work.c - lse2[None, :])
         if MASK:
-            p = work.sizes.mask(p, key, m * BLOCK_M, bounds)
+            p = mask_queries(p, bounds, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
@@ -193,10 +199,10 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     part = share.read(turn, 8)
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
-    if work.sizes.PLAN.mask == "packed":
-        # Which queries see a key: read here while K comes, not by each loop. The last part's have been used, or there were none.
+    if work.sizes.PLAN.mask != "":
+        # Which queries see a key: found here while K comes, not by each loop. The last part's have been used, or there were none.
         keys = part.key + gl.arange(0, 128, gl.BlockedLayout([1], [32], [8], [0]))
-        low, high = row_bounds(work.sizes.back, keys, part.stop, work.sizes.sk)
+        low, high = work.sizes.queries_of(keys, part.stop)
         bounds.index(0).store(low)
         bounds.index(1).store(high)
     mbarrier.wait(work.loaded.index(0), turn & 1)
@@ -208,22 +214,22 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     if BLOCK_D > 64:
         v_left = v_left.slice(0, 64, 1).load(keys_operand(BLOCK_M))
     state = (dk, dv)
-    # Heads of which this part has a tile; it may begin and end inside of one.
-    tiles = gl.maximum(part.hi - part.lo, 1)
-    for g in range(part.at // tiles, gl.cdiv(part.at + part.count, tiles)):
+    behind = done + part.count
+    while done < behind:
         part = share.read(turn, 8)  # read again, it takes no registers while tiles are walked over
         tiles = part.hi - part.lo
-        number = done + g * tiles - part.at - part.lo
-        lo = part.lo + gl.maximum(part.at - g * tiles, 0)
-        hi = part.lo + gl.minimum(part.at + part.count - g * tiles, tiles)
+        m = part.lo + (part.at + part.count - behind + done) % tiles
+        stop = gl.minimum(part.hi, m + behind - done)
         if not work.sizes.PLAN.mask:
-            state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, lo, hi, number, False)
+            state = walk(work, ds_tiles, leave, bounds, v_left, state, m, stop, done - m, False)
         else:
-            first = gl.minimum(gl.maximum(part.first, lo), hi)
-            end = gl.minimum(gl.maximum(part.end, first), hi)
-            state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, lo, first, number, True)
-            state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, first, end, number, False)
-            state = walk(work, ds_tiles, leave, bounds, v_left, state, part.key, end, hi, number, True)
+            clean = (m >= part.first) & (m < part.end)
+            stop = gl.minimum(stop, gl.where(m < part.first, part.first, gl.where(clean, part.end, part.hi)))
+            if clean:
+                state = walk(work, ds_tiles, leave, bounds, v_left, state, m, stop, done - m, False)
+            else:
+                state = walk(work, ds_tiles, leave, bounds, v_left, state, m, stop, done - m, True)
+        done += stop - m
     return state
 
 
@@ -379,7 +385,7 @@ def attention_backward_step6(
         mbarrier.init(empty, count=1)
     leave = (sums_desc, tiles, empty)
     bounds = 0
-    if PLAN.mask == "packed":
+    if PLAN.mask != "":
         bounds = gl.allocate_shared_memory(gl.int32, [2, PLAN.block_n], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     dk_out, dv_out = (dk_desc, dk_ptr, eighths), (dv_desc, dv_ptr, eighths)
     gl.warp_specialize(
