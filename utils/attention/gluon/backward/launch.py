@@ -128,7 +128,7 @@ def _launch(key: tuple, given: tuple, lse, dlse, problem: tuple, step: int) -> G
     causal, scale, window, deterministic, lengths = problem
     dout, q, k, v, out = (x.contiguous() if step == 1 else addressable(x) for x in given)
     numbers = lse.float().contiguous(), None if dlse is None else dlse.float().contiguous()
-    mask = "packed" if lengths else "ends" if causal or window or k.shape[2] % 128 else ""
+    mask = "packed" if lengths else "numbers"
     packed, plan = None, plan_for(step, q.shape[-1], deterministic, mask)
     if lengths:
         from utils.attention.gluon.intervals import packed_keys
