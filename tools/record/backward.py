@@ -111,7 +111,7 @@ def drawn_points(seed: int = 20261125, count: int = 24) -> list[Point]:
         batch = min(draw.randint(1, 8), max(1, 32768 // length))
         group = draw.choice((1, 1, 2, 4, 8))
         kv_heads = draw.choice([n for n in (1, 2, 3, 4, 8, 12, 16, 32) if 4 <= n * group <= 32])
-        found.append(Point((64, 128)[i % 2], length, i % 4 < 2, batch, kv_heads * group, kv_heads))
+        found.append(Point((64, 80, 96, 128, 256)[i % 5], length, i % 2 == 1, batch, kv_heads * group, kv_heads))
     return found
 
 
@@ -127,6 +127,8 @@ def rates_row(point: Point, names: list[str], samples: int) -> dict:
     tensors = make_inputs(point)
     calls, refused = {}, {}
     for name in names:
+        if (name, point.head_dim) == ("fa4", 80):
+            continue  # its gradients are wrong by more than their size
         try:
             calls[name] = MAKERS[name](*tensors, point.causal)
             calls[name]()
@@ -190,7 +192,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = arguments_parser(__doc__, pairs=11)
     parser.add_argument("table", choices=("ratios", "drawn", "ladder", "errors"))
     parser.add_argument("--fa3", type=Path, help="FlashAttention 3's library, _C.so")
-    parser.add_argument("--names", help="contenders, with semicolons; by default the table's own")
     parser.add_argument("--head-dims", type=numbers, default=HEAD_DIMS)
     parser.add_argument("--lengths", type=numbers, help=f"by default {LENGTHS}; errors: 1024,2048")
     options = parser.parse_args(arguments)
@@ -204,7 +205,6 @@ def main(arguments: list[str] | None = None) -> None:
         "ladder": ["cudnn", *(f"step{step}" for step in STEPS), "deterministic"],
         "errors": ["gluon", *PEERS, "deterministic"],
     }[options.table]
-    names = options.names.split(";") if options.names else names
     lengths = options.lengths or numbers("1024,2048" if options.table == "errors" else LENGTHS)
     torch.manual_seed(0)
     record = Record(options.out, f"backward {options.table}", "cuda", options.seconds, samples=options.pairs)
