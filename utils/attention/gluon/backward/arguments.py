@@ -103,7 +103,7 @@ def launches(
     if not plan.dq:
         keys, grid = 128 if width == 64 else 64, (-(-sq // 128) * batch * heads,)
         tensors = "q", "dout", "k", "v", "dq", "lse2", "delta"
-        constants = {"PLAN": replace(plan, depth=0)}
+        constants = {"PLAN": replace(plan, mask="ends", depth=0)}
         boxes = 64, 64, keys, keys, 64
         found.append(Launch("dq.attention_backward_dq", grid, tensors, (*sizes, scale), constants, boxes))
     return found

@@ -137,20 +137,10 @@ NUMBERS = ["sq", "sk", "back", "head_dim", "width", "blocks_n", "section", "tota
 
 
 @gluon.jit
-def store_fragments(matrix, sums, row, stop, column, head_dim):
-    """Store sums of 64 rows in the order of `to_fragments` as rows from `row` on, up to `stop`, of columns from `column` on."""
-    N: gl.constexpr = sums.shape[0] // 64
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
-    r = row + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
-    d = column + gl.arange(0, N, gl.SliceLayout(0, layout))[None, :]
-    x = gl.convert_layout(from_fragments(sums, N), layout).to(matrix.dtype.element_ty)
-    gl.store(matrix + r.to(gl.int64) * (head_dim * 8) + d, x, mask=(r < stop) & (d < head_dim * 8))
-
-
-@gluon.jit
 def finish_part(parts_ptr, dv_ptr, dk_ptr, sizes, blocks, program, scale, TABLE: gl.constexpr):
     """Add up the pieces of 64 rows and 32 columns of dV or dK of a block of 128 keys, and store the sums' rows."""
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     sk, back, head_dim, width = sizes
     blocks_n, section, total, whole, pieces = blocks
     own = program // (width * 8)
@@ -166,25 +156,35 @@ def finish_part(parts_ptr, dv_ptr, dk_ptr, sizes, blocks, program, scale, TABLE:
     row, stop = n * 128, sk
     if TABLE:
         row, stop = tile_entry(back, n, sk, 0), tile_entry(back, n, sk, 1)
-    row += quarter // 2 * 64
+    r = row + quarter // 2 * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    d = column + gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
+    at = (head.to(gl.int64) * sk + r) * (head_dim * 8) + d
+    keep = (r < stop) & (d < head_dim * 8)
+    x = gl.convert_layout(from_fragments(sums, 32), layout)
     if quarter % 2 == 0:
-        store_fragments(dv_ptr + head.to(gl.int64) * sk * (head_dim * 8), sums, row, stop, column, head_dim)
+        gl.store(dv_ptr + at, x.to(dv_ptr.dtype.element_ty), mask=keep)
     else:
-        store_fragments(dk_ptr + head.to(gl.int64) * sk * (head_dim * 8), sums * scale, row, stop, column, head_dim)
+        gl.store(dk_ptr + at, (x * scale).to(dk_ptr.dtype.element_ty), mask=keep)
 
 
 @gluon.jit
 def finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, number, scale):
     """Scale piece `number` of the sums, 64 queries x 64 columns, and store it as rows of dQ."""
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tile = number // width
     piece = number - tile * width
     tiles = gl.cdiv(sq, 128) * 2
     head = (tile // tiles).to(gl.int64)
+    r = tile % tiles * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    d = piece * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    keep = (r < sq) & (d < head_dim * 8)
     i = gl.arange(0, 4096, flat)
     # Eight columns follow each other. What lies behind the head dimension was not cleared either.
     sums = gl.load(sums_ptr + number.to(gl.int64) * 4096 + i, mask=i < (head_dim - piece * 8) * 512, other=0.0)
-    store_fragments(dq_ptr + head * sq * (head_dim * 8), sums * scale, tile % tiles * 64, sq, piece * 64, head_dim)
+    dq = gl.convert_layout(from_fragments(sums, 64), layout)
+    at = dq_ptr + (head * sq + r) * (head_dim * 8) + d
+    gl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=keep)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)

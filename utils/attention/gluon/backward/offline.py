@@ -12,7 +12,7 @@ from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
 def compile_backward(
-    step: int, head_dim: int = 128, *, mask: str = "numbers", deterministic: bool = False, number: int = 1
+    step: int, head_dim: int = 128, *, mask: str = "ends", deterministic: bool = False, number: int = 1
 ) -> Assembly:
     """Compile a kernel of a backward pass in bf16 for sm_90a; it takes all sizes.
 

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from utils.attention.gluon.intervals import row_bounds, tile_entry
+from utils.attention.gluon.intervals import clean_interval, row_bounds, tile_entry
 from utils.attention.gluon.shared import aggregate, meet, pass_by, tma_load, zero_columns
 from utils.kernels.early_launch import wait_for_launch_before
 
@@ -49,6 +49,19 @@ class Sizes:
         return lo, gl.maximum(hi, lo)
 
     @gluon.jit
+    def clean_tiles(self, key, stop, lo, hi):
+        """Tiles of queries [first, end) of lo .. hi - 1 that need no mask, or limits outside of these; stop: the keys' end."""
+        ROWS: gl.constexpr = self.PLAN.block_n
+        BLOCK_M: gl.constexpr = self.PLAN.block_m
+        if self.PLAN.mask == "packed":
+            first, end = clean_interval(self.back, key, ROWS, stop, self.sk, BLOCK_M)
+        else:
+            own = key - (self.sk - self.sq)  # the query that has the first key's position
+            first = gl.cdiv(gl.maximum(own + ROWS - 1 - self.ahead, 0), BLOCK_M)
+            end = gl.maximum(own + self.back + 1, 0) // BLOCK_M
+        return gl.where(key + ROWS > stop, hi, first), end
+
+    @gluon.jit
     def needs_mask(self, key, KEYS: gl.constexpr, row, ROWS: gl.constexpr):
         """Whether one of the queries row .. row + ROWS - 1 may not look at a key of key .. key + KEYS - 1."""
         position = row + (self.sk - self.sq)
@@ -57,14 +70,13 @@ class Sizes:
 
     @gluon.jit
     def queries_of(self, keys, stop):
-        """Queries low .. high - 1 that see each of these keys; both rise from key to key."""
+        """Queries low .. high - 1 that see each of these keys; none see those from `stop` on."""
         if self.PLAN.mask == "packed":
-            low, high = row_bounds(self.back, keys, stop, self.sk)
+            return row_bounds(self.back, keys, stop, self.sk)
         else:
             own = keys - (self.sk - self.sq)  # the query that has the key's position
-            low, high = own - self.ahead, own + self.back + 1
-        # Keys that do not exist were loaded as zeros, or are another sequence's; their probabilities could be infinite.
-        return gl.where(keys < stop, low, NOBODY), high
+            # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
+            return gl.where(keys < stop, own - self.ahead, NOBODY), own + self.back + 1
 
     @gluon.jit
     def mask(self, p, key, row):
@@ -169,6 +181,8 @@ class Part:
     batch: gl.tensor
     kv_head: gl.tensor
     lo: gl.tensor  # the tiles of each head that see the block: lo .. hi - 1
+    first: gl.tensor  # of these, first .. end - 1 need no mask
+    end: gl.tensor
     hi: gl.tensor
     at: gl.tensor  # first tile of this part
     count: gl.tensor  # number of tiles
@@ -179,11 +193,6 @@ class Part:
         """(query head, tile of that head) that this part begins with."""
         skipped = self.at // gl.maximum(self.hi - self.lo, 1)
         return self.kv_head * sizes.group + skipped, self.lo + self.at - skipped * (self.hi - self.lo)
-
-    @gluon.jit
-    def tile(self, left):
-        """The tile of its head with which the last `left` tiles of this part begin."""
-        return self.lo + (self.at + self.count - left) % (self.hi - self.lo)
 
     @gluon.jit
     def behind(self, head, m):
@@ -217,10 +226,11 @@ def part_of(sizes, n, flat, piece, pieces, slot):
     else:
         key, stop = n * sizes.PLAN.block_n, sizes.sk
         lo, hi = sizes.tiles_of(key)
+    first, end = sizes.clean_tiles(key, stop, lo, hi)
     tiles = (hi - lo) * sizes.group
     at = tiles * piece // pieces
     count = tiles * (piece + 1) // pieces - at
-    return Part(key, stop, batch, flat - batch * sizes.kv_heads, lo, hi, at, count, slot)
+    return Part(key, stop, batch, flat - batch * sizes.kv_heads, lo, first, end, hi, at, count, slot)
 
 
 @gluon.jit
@@ -235,7 +245,7 @@ class Work:
     """What every role of a kernel gets: sizes, rings of Q and dO, and the tiles of K and V in shared memory."""
 
     sizes: Sizes
-    c: gl.tensor  # scale * log2(e), and 1e-30 in place of 0, by which step 6 divides
+    c: gl.tensor  # scale * log2(e)
     scale: gl.tensor
     q: RowRing
     do: RowRing
@@ -267,12 +277,12 @@ def allocate_work(sizes, descriptors, scale):
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded.index(0), count=1)
     mbarrier.init(loaded.index(1), count=1)
-    return Work(sizes, gl.where(scale == 0, 1e-30, scale * LOG2_E), scale, q, do, k, v, loaded)
+    return Work(sizes, scale * LOG2_E, scale, q, do, k, v, loaded)
 
 
 @gluon.jit
 def load_part(work, part, done, descriptors):
-    """Producer: load K and V once, and Q and dO tile by tile; done: tiles that were loaded before."""
+    """Producer: load K and V once, and Q and dO tile by tile, in the order of need; done: tiles that were loaded before."""
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
     TILES: gl.constexpr = work.v.shape[0]
@@ -281,15 +291,21 @@ def load_part(work, part, done, descriptors):
     # K and V have a barrier each: the first product starts when K is there.
     mbarrier.expect(work.loaded.index(0), k_desc.block_type.nbytes)
     tma_load(k_desc, [part.batch, part.kv_head, part.key, 0], work.loaded.index(0), work.k)
-    mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes * TILES)
-    for w in gl.static_range(TILES):
-        tma_load(v_desc, [part.batch, part.kv_head, part.key + w * KEYS, 0], work.loaded.index(1), work.v.index(w))
     head, m = part.begin(work.sizes)
-    for i in range(part.count):
-        work.q.load(done + i, q_desc, lse_desc, part.batch, head, m * BLOCK_M)
-        work.do.load(done + i, do_desc, delta_desc, part.batch, head, m * BLOCK_M)
-        # The rows' numbers and the sums of dQ are `start_backward`'s, which may not have ended yet at the first tile.
-        wait_for_launch_before()
-        work.q.load_numbers(done + i, lse_desc, part.batch * heads + head, m * BLOCK_M)
-        work.do.load_numbers(done + i, delta_desc, part.batch * heads + head, m * BLOCK_M)
+    for i in range(gl.maximum(part.count, 1)):
+        if part.count > 0:
+            work.q.load(done + i, q_desc, lse_desc, part.batch, head, m * BLOCK_M)
+        if i == 0:
+            mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes * TILES)
+            for w in gl.static_range(TILES):
+                at = [part.batch, part.kv_head, part.key + w * KEYS, 0]
+                tma_load(v_desc, at, work.loaded.index(1), work.v.index(w))
+        if part.count > 0:
+            work.do.load(done + i, do_desc, delta_desc, part.batch, head, m * BLOCK_M)
+        if i == 0:
+            # The rows' numbers, the sums of dQ and the counter are `start_backward`'s, which may not have ended yet.
+            wait_for_launch_before()
+        if part.count > 0:
+            work.q.load_numbers(done + i, lse_desc, part.batch * heads + head, m * BLOCK_M)
+            work.do.load_numbers(done + i, delta_desc, part.batch * heads + head, m * BLOCK_M)
         head, m = part.behind(head, m)

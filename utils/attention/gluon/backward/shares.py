@@ -22,12 +22,6 @@ from utils.attention.gluon.backward.pipeline import Part, block_place, part_of
 from utils.attention.gluon.shared import aggregate, uniform
 
 
-@gluon.jit
-def read_number(place, WARPS: gl.constexpr):
-    """The number that a place of one element in shared memory holds."""
-    return uniform(gl.sum(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0))
-
-
 @aggregate
 class Share:
     """The numbers of a launch, how programs draw them, and what a program has of each."""
@@ -38,7 +32,7 @@ class Share:
     whole: gl.tensor  # so many numbers are blocks
     pieces: gl.tensor  # of each block behind them
     counter: gl.tensor  # pointer to the number of draws so far, by all programs
-    told: gl.shared_memory_descriptor  # (2 * 9, 1) int32: the fields of two parts
+    told: gl.shared_memory_descriptor  # (2 * 11, 1) int32: the fields of two parts
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
@@ -62,16 +56,18 @@ class Share:
         """Producer: tell the other roles this program's part number `turn`; a negative key: there is none."""
         slot = turn & 1
         mbarrier.wait(self.empty.index(slot), ((turn >> 1) & 1) ^ 1)  # the part of two turns ago is done
-        fields = (part.key, part.stop, part.batch, part.kv_head, part.lo, part.hi, part.at, part.count, part.slot)
-        for i in gl.static_range(9):
+        fields = (part.key, part.stop, part.batch, part.kv_head, part.lo, part.first)
+        fields += (part.end, part.hi, part.at, part.count, part.slot)
+        for i in gl.static_range(11):
             number = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-            self.told.index(slot * 9 + i).store(number)
+            self.told.index(slot * 11 + i).store(number)
         mbarrier.arrive(self.full.index(slot), count=1)
 
     @gluon.jit
     def field(self, turn, i, WARPS: gl.constexpr):
         """Other roles: field i of part number `turn`."""
-        return read_number(self.told.index((turn & 1) * 9 + i), WARPS)
+        number = self.told.index((turn & 1) * 11 + i).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+        return uniform(gl.sum(number, 0))
 
     @gluon.jit
     def next(self, turn, WARPS: gl.constexpr):
@@ -83,7 +79,7 @@ class Share:
     def read(self, turn, WARPS: gl.constexpr):
         """Other roles: part number `turn`. Read again where it is used again, it takes no registers in between."""
         fields = (self.field(turn, 0, WARPS),)
-        for i in gl.static_range(1, 9):
+        for i in gl.static_range(1, 11):
             fields += (self.field(turn, i, WARPS),)  # type: ignore[assignment]  # in a kernel a name's tuple may grow
         return Part(*fields)  # type: ignore[call-arg]
 
@@ -96,7 +92,7 @@ class Share:
 @gluon.jit
 def make_share(blocks_n, section, total, whole, pieces, counter, READERS: gl.constexpr):
     """Allocate what the producer tells parts by; READERS: roles that are told."""
-    told = gl.allocate_shared_memory(gl.int32, [18, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int32, [22, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):

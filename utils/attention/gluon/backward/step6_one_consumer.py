@@ -3,9 +3,9 @@
 In step 3 each warpgroup is a role, which the compiler compiles for itself: twice the instructions, registers for each tile's
 addresses, and an mbarrier for each exchange of dS. Here both are one role. Its tiles have 128 keys, 64 rows in the registers
 of each warpgroup as before, and dS is exchanged at one barrier of 256 threads. Each warpgroup computes half of dQ: 64 queries
-(tiles of 128) or 64 columns (tiles of 64), which the storing warp hands to TMA. A tile that the diagonal or a window's edge
-crosses gets its mask in a branch before the exponentials, so that all others have none. A quarter of the exponentials are
-polynomials (`exp2`), because the exponential unit is what a tile waits for.
+(tiles of 128) or 64 columns (tiles of 64), which the storing warp hands to TMA. Tiles that the diagonal or a window's edge
+crosses are walked in loops of their own, so that the loop over all others has neither mask nor branch. A quarter of the
+exponentials are polynomials (`exp2`), because the exponential unit is what a tile waits for.
 
     part          what                                        head dim 64      128
     tile          queries x keys                              128 x 128        64 x 128
@@ -25,21 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils.attention.gluon.backward.fragments import to_halves
 from utils.attention.gluon.backward.pipeline import SIZES, Part, allocate_work, load_part, make_sizes, tma_add
-from utils.attention.gluon.backward.shares import make_share, read_number, store_part
-from utils.attention.gluon.shared import (
-    MINUS_INF,
-    keep_columns,
-    meet,
-    pass_by,
-    thread_barrier,
-    tma_store,
-    wait_products,
-)
-from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
+from utils.attention.gluon.backward.shares import make_share, store_part
+from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_store, wait_products, zero_columns
+from utils.kernels.early_launch import let_next_launch_begin
 
 # The named barrier at which the consumer has left a tile's dQ in shared memory. Triton uses one for each partition, and two.
 LEFT = gl.constexpr(6)
-_EIGHT = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
 # In fp32: 0.695117, 0.227645, 0.077067, the least relative error on [0, 1) with a constant term of 1; 1.5 * 2^23; -127.
 _C1, _C2, _C3, _ROUND, _LEAST = "0f3F31F32D", "0f3E691BB9", "0f3D9DD568", "0f4B400000", "0fC2FE0000"
 
@@ -69,6 +60,11 @@ def _exp2_asm():
     return " ".join([*lines, "}"])
 
 
+@gluon.constexpr_function
+def _exp2_constraints():
+    return ",".join(["=f"] * 8 + ["f"] * 8)
+
+
 @gluon.jit
 def exp2(x):
     """2^x, of each eight registers two on the multipliers, as in FlashAttention 4, and six by the exponential unit.
@@ -76,7 +72,7 @@ def exp2(x):
     2^x = 2^n * 2^f with n = floor(x) and 2^f = 1 + f (C1 + f (C2 + f C3)), within 8.6e-5: 1/22 of a rounding to bf16, 1/6 of
     one to fp16. n is added to the exponent's bits.
     """
-    return gl.inline_asm_elementwise(_exp2_asm(), _EIGHT, [x], dtype=gl.float32, is_pure=True, pack=8)
+    return gl.inline_asm_elementwise(_exp2_asm(), _exp2_constraints(), [x], dtype=gl.float32, is_pure=True, pack=8)
 
 
 @gluon.constexpr_function
@@ -130,6 +126,13 @@ def start_dq(work, ds):
 
 
 @gluon.jit
+def mask_queries(p, bounds, row):
+    """Zero the probabilities [keys, queries] of queries row.. that do not see a key; bounds: which queries see each key."""
+    layout: gl.constexpr = gl.SliceLayout(1, p.type.layout)
+    return zero_columns(p, bounds.index(0).load(layout) - row, bounds.index(1).load(layout) - row)
+
+
+@gluon.jit
 def leave_dq(leave, dq, i):
     """Leave dQ of load number i where the storing warp reads it."""
     sums_desc, tiles, empty = leave
@@ -139,8 +142,11 @@ def leave_dq(leave, dq, i):
 
 
 @gluon.jit
-def compute_tile(work, ds_tiles, leave, bounds, v_left, state, clean, i, m):
-    """Tile m of a head's queries, load number i: returns the state (dK, dV) behind it. clean: queries that see all keys."""
+def walk(work, ds_tiles, leave, bounds, v_left, state, lo, hi, number, MASK: gl.constexpr):
+    """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
+
+    number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
+    """
     PLAN: gl.constexpr = work.sizes.PLAN
     BLOCK_M: gl.constexpr = PLAN.block_m
     BLOCK_D: gl.constexpr = PLAN.block_d
@@ -150,41 +156,38 @@ def compute_tile(work, ds_tiles, leave, bounds, v_left, state, clean, i, m):
     DEPTH: gl.constexpr = PLAN.depth if PLAN.depth > 0 else BLOCK_D
     k_left = k.slice(0, 64, 1) if DEPTH < BLOCK_D else k
     dk, dv = state
-    work.q.wait_full(i)
-    s = start_transposed(k, k_left, work.q.tile(i), DEPTH)
-    work.do.wait_full(i)
-    dp = start_transposed(v, v_left, work.do.tile(i), DEPTH)
-    s = wait_products(s, 2 if BLOCK_D > 64 else 1, BLOCK_M)
-    if (m * BLOCK_M < clean[0]) | (m * BLOCK_M + BLOCK_M > clean[1]):
-        # On the scores, so that the branch ends before all other work: ptxas mixes exponentials, dS and its stores within a
-        # basic block only. A score that times c is -1e30 has the probability 0, whatever c's sign.
-        keys: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-        low, high = bounds.index(0).load(keys), bounds.index(1).load(keys)
-        kept = keep_columns(s, low - m * BLOCK_M, high - m * BLOCK_M)
-        s = gl.where(kept == MINUS_INF, -1e30 / work.c, kept)
-    lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
-    p = exp2(s * work.c - lse2[None, :])
-    p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
-    dp = wait_products(dp, 0, BLOCK_M)
-    delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
-    ds = (p * (dp - delta[None, :])).to(dtype)
-    ds_tile = ds_tiles.index(i % 2)
-    if PLAN.dq:
-        # The slot's last dS, two tiles ago, has been read: all threads have since come to the last tile's barrier.
-        ds_tile.store(ds)
-    dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-    if PLAN.dq:
-        dq = start_dq(work, ds_tile)
-        dv = wait_products(dv, 1, BLOCK_D)
-        work.do.release(i)
-        dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-        leave_dq(leave, wait_products(dq, 1, 64), i)
-    else:
-        dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-        dv = wait_products(dv, 1, BLOCK_D)
-        work.do.release(i, True)
-    dk = wait_products(dk, 0, BLOCK_D)
-    work.q.release(i, not PLAN.dq)
+    for m in range(lo, hi):
+        i = number + m
+        work.q.wait_full(i)
+        s = start_transposed(k, k_left, work.q.tile(i), DEPTH)
+        work.do.wait_full(i)
+        dp = start_transposed(v, v_left, work.do.tile(i), DEPTH)
+        s = wait_products(s, 2 if BLOCK_D > 64 else 1, BLOCK_M)
+        lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
+        p = exp2(s * work.c - lse2[None, :])
+        if MASK:
+            p = mask_queries(p, bounds, m * BLOCK_M)
+        p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
+        dp = wait_products(dp, 0, BLOCK_M)
+        delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
+        ds = (p * (dp - delta[None, :])).to(dtype)
+        ds_tile = ds_tiles.index(i % 2)
+        if PLAN.dq:
+            # The slot's last dS, two tiles ago, has been read: all threads have since come to the last tile's barrier.
+            ds_tile.store(ds)
+        dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+        if PLAN.dq:
+            dq = start_dq(work, ds_tile)
+            dv = wait_products(dv, 1, BLOCK_D)
+            work.do.release(i)
+            dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+            leave_dq(leave, wait_products(dq, 1, 64), i)
+        else:
+            dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+            dv = wait_products(dv, 1, BLOCK_D)
+            work.do.release(i, True)
+        dk = wait_products(dk, 0, BLOCK_D)
+        work.q.release(i, not PLAN.dq)
     return dk, dv
 
 
@@ -196,11 +199,12 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     part = share.read(turn, 8)
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
-    # Which queries see a key: found here while K comes, not for each tile. The last part's have been used, or there were none.
-    keys = part.key + gl.arange(0, 128, gl.BlockedLayout([1], [32], [8], [0]))
-    low, high = work.sizes.queries_of(keys, part.stop)
-    bounds.index(0).store(low)
-    bounds.index(1).store(high)
+    if work.sizes.PLAN.mask != "":
+        # Which queries see a key: found here while K comes, not by each loop. The last part's have been used, or there were none.
+        keys = part.key + gl.arange(0, 128, gl.BlockedLayout([1], [32], [8], [0]))
+        low, high = work.sizes.queries_of(keys, part.stop)
+        bounds.index(0).store(low)
+        bounds.index(1).store(high)
     mbarrier.wait(work.loaded.index(0), turn & 1)
     mbarrier.wait(work.loaded.index(1), turn & 1)
     tma.store_wait(0)
@@ -210,16 +214,22 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     if BLOCK_D > 64:
         v_left = v_left.slice(0, 64, 1).load(keys_operand(BLOCK_M))
     state = (dk, dv)
-    end = done + part.count
-    while done < end:
+    behind = done + part.count
+    while done < behind:
         part = share.read(turn, 8)  # read again, it takes no registers while tiles are walked over
-        first = part.tile(end - done)
-        number = done - first  # of the load of tile 0, if there was one
-        done = gl.minimum(number + part.hi, end)
-        # Both limits of a key only rise from key to key.
-        clean = read_number(bounds.index(0).slice(127, 1), 8), read_number(bounds.index(1).slice(0, 1), 8)
-        for m in range(first, done - number):
-            state = compute_tile(work, ds_tiles, leave, bounds, v_left, state, clean, number + m, m)
+        tiles = part.hi - part.lo
+        m = part.lo + (part.at + part.count - behind + done) % tiles
+        stop = gl.minimum(part.hi, m + behind - done)
+        if not work.sizes.PLAN.mask:
+            state = walk(work, ds_tiles, leave, bounds, v_left, state, m, stop, done - m, False)
+        else:
+            clean = (m >= part.first) & (m < part.end)
+            stop = gl.minimum(stop, gl.where(m < part.first, part.first, gl.where(clean, part.end, part.hi)))
+            if clean:
+                state = walk(work, ds_tiles, leave, bounds, v_left, state, m, stop, done - m, False)
+            else:
+                state = walk(work, ds_tiles, leave, bounds, v_left, state, m, stop, done - m, True)
+        done += stop - m
     return state
 
 
@@ -291,11 +301,10 @@ def producer(work, share, freed, descriptors):
         load_part(work, part, done, descriptors)
         done += part.count
         turn += 1
-        wait_for_launch_before()  # the counter is `start_backward`'s, too, and there was no tile to wait for where no query looks
         # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
         number = gl.atomic_add(share.counter, 1, sem="relaxed") + gl.num_programs(0)
     none = number * 0 - 1
-    share.tell(Part(none, none, none, none, none, none, none, none, none), turn)
+    share.tell(Part(none, none, none, none, none, none, none, none, none, none, none), turn)
 
 
 @gluon.jit
@@ -375,7 +384,9 @@ def attention_backward_step6(
         empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(empty, count=1)
     leave = (sums_desc, tiles, empty)
-    bounds = gl.allocate_shared_memory(gl.int32, [2, PLAN.block_n], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bounds = 0
+    if PLAN.mask != "":
+        bounds = gl.allocate_shared_memory(gl.int32, [2, PLAN.block_n], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     dk_out, dv_out = (dk_desc, dk_ptr, eighths), (dv_desc, dv_ptr, eighths)
     gl.warp_specialize(
         [
