@@ -139,7 +139,12 @@ def raises_not_implemented(source: str) -> bool:
     """Whether a text of Python still has the `raise NotImplementedError()` of an unanswered question in it."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # written, if wrongly: the check says what is wrong with it
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # written, if wrongly: the check says what is wrong with it
         return False
     return any(isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node) for node in ast.walk(tree))
 
@@ -213,8 +218,6 @@ def check(
                     message = function(*given.args, **given.kwargs)
             except (Exception, SystemExit) as error:
                 return Verdict(question, False, _explain(error, question, function))
-            if isinstance(message, Verdict):
-                return message
             return Verdict(question, True, message or (f"{title}: passed." if title else "passed."))
 
         # For the grader, and for the question's text.
