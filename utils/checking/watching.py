@@ -17,7 +17,6 @@ import contextlib
 import functools
 import math
 import re
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from unittest import mock
@@ -84,18 +83,14 @@ VIEWS = words("""
     squeeze select slice split split_with_sizes unsafe_split tensor_split unbind chunk narrow as_strided diagonal unfold movedim
     flatten unflatten lift_fresh
     """)
-_COPIES = words("""
+MOVES = VIEWS | words("""
     lift_fresh_copy clone _to_copy to contiguous cat stack index index_select gather take take_along_dim _unsafe_index
     masked_select repeat repeat_interleave tile roll flip pad constant_pad_nd tril triu copy
-    """)
-_MAKES_OR_WRITES = words("""
     empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full
     full_like new_full fill zero arange eye scalar_tensor lift index_put index_copy index_fill put scatter slice_scatter
     select_scatter masked_scatter nonzero tril_indices triu_indices _local_scalar_dense item equal is_nonzero resize set
     result_type promote_types
     """)
-MOVES = VIEWS | _COPIES | _MAKES_OR_WRITES
-_MATRICES = words("mm bmm addmm baddbmm addbmm mv addmv")
 
 # How many numbers of a tensor get out of torch at once, by what the function mode calls it.
 _EXITS = {
@@ -132,8 +127,7 @@ class OperationWatch(TorchDispatchMode):
         self._beside = contextlib.ExitStack()
 
     def __enter__(self):
-        for module, name in _DERIVATIVES:
-            owner = sys.modules[module]
+        for owner, name in _DERIVATIVES:
             self._beside.enter_context(mock.patch.object(owner, name, self._noting(getattr(owner, name))))
         self._beside.enter_context(_Calls(self))
         return super().__enter__()
@@ -169,7 +163,7 @@ class OperationWatch(TorchDispatchMode):
         given = tensors_in(values)
         self.largest[name] = max(self.largest.get(name, 0), *(t.numel() for t in (*given, *tensors_in(result))), 0)
         self.steps.append((name, tuple(tuple(t.shape) for t in given), *(n for n in values if type(n) in (int, float))))
-        if name in _MATRICES:
+        if name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv"):
             left, right = [t for t in args if isinstance(t, torch.Tensor)][-2:]
             batch, columns = left.shape[0] if left.dim() == 3 else 1, right.shape[-1] if right.dim() > 1 else 1
             self.products.append((batch, left.shape[-2], left.shape[-1], columns))
@@ -233,9 +227,9 @@ class _Calls(TorchFunctionMode):
 
 # Through which every derivative by torch goes: backward, autograd.grad, torch.func's vjp, and forward mode.
 _DERIVATIVES = (
-    ("torch.autograd", "_engine_run_backward"),
-    ("torch.autograd.graph", "_engine_run_backward"),
-    ("torch.autograd.forward_ad", "make_dual"),
+    (torch.autograd, "_engine_run_backward"),
+    (torch.autograd.graph, "_engine_run_backward"),
+    (torch.autograd.forward_ad, "make_dual"),
 )
 
 
