@@ -155,22 +155,11 @@ def simulate_launch(
     source: str,
     launch: Launch,
     *,
-    seed: int | None = None,
-    timeline: bool | int = False,
+    seed: int | None = None,  # None runs by the cost model's times; a number stretches and shrinks them
+    timeline: bool | int = False,  # how many programs to record
     model: CostModel | None = None,
 ) -> tuple[dict[str, torch.Tensor], Run]:
-    """Run a launch in the simulator; return the outputs by name, and the Run.
-
-    Args:
-        source: the text of the student's file.
-        launch: the kernel and its arguments.
-        seed: None runs by the cost model's times; a number stretches and shrinks them.
-        timeline: how many programs to record; True is one.
-        model: the cost model.
-
-    Raises:
-        AssertionError: the simulator found a mistake; the message is its report.
-    """
+    """Run a launch in the simulator; return the outputs by name, and the Run. A mistake's report is an AssertionError."""
     outputs, seen = simulate_file(source, launch, {"seed": seed, "timeline": timeline, "model": model})
     run = Run(seed, True, int(timeline), **LIMITS, model=model or CostModel())
     vars(run).update(seen, events=[Event(*fields) for fields in seen["events"]])
@@ -256,14 +245,7 @@ def _complaint(stderr: str, source: str) -> str:
 
 
 def machine_code(source: str, launch: Launch, containing: str, compiled: Compiled) -> str:
-    """Return the PTX and the SASS of lines of a student's file.
-
-    Args:
-        source: the text of the file.
-        launch: names the file.
-        containing: a part of the lines to show, or several, separated by "|".
-        compiled: what `compile_for_hopper` made of the file.
-    """
+    """Return the PTX and the SASS of the lines of a student's file that hold a text, or one of several with "|" between."""
     shown = []
     for number, text in enumerate(source.splitlines(), 1):
         if not any(part in text.split("#")[0] for part in containing.split("|")):

@@ -74,15 +74,9 @@ class Steps:
 def attention_in_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: Steps, block: int = 64, downward: bool = False
 ) -> torch.Tensor:
-    """Compute attention of q (..., Sq, D) over k and v (..., Sk, D) in float64.
+    """Compute attention of q (..., Sq, D) over k and v (..., Sk, D) in float64; missing keys of a block arrive as zeros.
 
-    Args:
-        q: queries.
-        k: keys; those of an incomplete block arrive as zeros.
-        v: values.
-        steps: what to do in each block.
-        block: keys of a block.
-        downward: visit the blocks from the last to the first, as a producer does that loads an incomplete block first.
+    `downward` visits the blocks from the last to the first, as a producer does that loads an incomplete block first.
     """
     q, k, v = q.double(), k.double(), v.double()
     sk = k.shape[-2]

@@ -139,13 +139,8 @@ def raises_not_implemented(source: str) -> bool:
     """Whether a text of Python still has the `raise NotImplementedError()` of an unanswered question in it."""
     try:
         tree = ast.parse(source)
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ):  # written, if wrongly: the check says what is wrong with it
-        return False
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False  # written, if wrongly: the check says what is wrong with it
     return any(isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node) for node in ast.walk(tree))
 
 
@@ -269,13 +264,7 @@ def expect_close(
 ) -> None:
     """Assert that `got` is `expected`: dtype, device and shape, then |got - expected| <= atol + rtol |expected|.
 
-    Args:
-        got: the value that the student's code returned
-        expected: the right answer
-        rtol: relative tolerance
-        atol: absolute tolerance
-        what: the value in the student's words, for example `gemm_naive(a, b)`
-        hint: what to look at, added to the message when the values are wrong
+    `what` is the value in the student's words, such as `gemm_naive(a, b)`; `hint` ends the message about wrong values.
     """
     if got is None:
         raise AssertionError(f"{what} is None: is a return missing?")

@@ -39,14 +39,9 @@ def words(text: str) -> frozenset[str]:
 
 
 class Family(tuple):
-    """Operators that a question can forbid: regular expressions of their names, without namespace and overload.
+    """Operators that a question can forbid: regular expressions of their names, without namespace and overload."""
 
-    Args:
-        words: what the family is called in a sentence, such as `fused attention`.
-        names: the expressions, with spaces between them.
-    """
-
-    words: str
+    words: str  # what the family is called in a sentence, such as `fused attention`
 
     def __new__(cls, words: str, names: str):  # noqa: D102 (the class says it)
         family = super().__new__(cls, names.split())
@@ -249,10 +244,7 @@ def _sentence(hint: str) -> str:
 def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: str = "") -> None:
     """Assert that none of `operations` ran under `watch`, and no operators whose inside is hidden, or a library's formula.
 
-    Args:
-        watch: the record of `with OperationWatch() as watch`.
-        operations: a `Family`, or names of operators without namespace, each a regular expression.
-        hint: what to do instead.
+    The operations are a `Family`, or names of operators without namespace, each a regular expression.
     """
     pattern = re.compile("|".join(f"(?:{name})" for name in operations))
     # A student wrote the call, `einsum`; torch ran the operator, `aten.bmm`.
