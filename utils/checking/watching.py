@@ -123,7 +123,8 @@ class OperationWatch(TorchDispatchMode):
 
     def __enter__(self):
         for owner, name in _DERIVATIVES:
-            self._beside.enter_context(mock.patch.object(owner, name, self._noting(getattr(owner, name))))
+            noting = functools.partial(self._note_and_derive, getattr(owner, name))
+            self._beside.enter_context(mock.patch.object(owner, name, noting))
         self._beside.enter_context(_Calls(self))
         return super().__enter__()
 
@@ -146,12 +147,9 @@ class OperationWatch(TorchDispatchMode):
             self.lines.setdefault(name, str(line))
         counter[name] = counter.get(name, 0) + 1
 
-    def _noting(self, derive: Callable) -> Callable:
-        def note_and_derive(*args, **kwargs):
-            self._note(self.calls, "autograd")
-            return derive(*args, **kwargs)
-
-        return note_and_derive
+    def _note_and_derive(self, derive: Callable, *args, **kwargs):
+        self._note(self.calls, "autograd")
+        return derive(*args, **kwargs)
 
     def _measure(self, name: str, args: tuple, kwargs: dict, result) -> None:
         values = (*args, *kwargs.values())
