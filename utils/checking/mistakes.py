@@ -195,12 +195,7 @@ def expect_rounded_once(got: torch.Tensor, exact: torch.Tensor, what: str, suspe
     """Assert that results are the exact ones, rounded to their dtype, but for the few that float32 rounds the other way.
 
     The size of an error hides what happens inside: the last rounding is as large. Here the last rounding is taken out.
-
-    Args:
-        got: the results, of a dtype with 16 bits.
-        exact: the same in float64.
-        what: the value in the student's words.
-        suspects: what may be in 16 bits, such as `scores, weights and sums`.
+    `got` has 16 bits, `exact` is float64, and `suspects` names what may be in 16 bits, such as `scores, weights and sums`.
     """
     otherwise = float((got.detach() != exact.to(got.dtype)).double().mean())
     if otherwise > _OTHERWISE:

@@ -335,16 +335,10 @@ def expect_number(
     mistakes: Mapping[str, float | Sequence[float]] | None = None,
     tell: bool = False,
 ) -> None:
-    """Assert that `got` is the number `expected`; a wrong unit or a known mistake is named.
+    """Assert that `got`, also a 0-d tensor or a NumPy scalar, is the number `expected`; name a wrong unit or a known mistake.
 
-    Args:
-        got: a number (a 0-d tensor or NumPy scalar will do)
-        expected: the right number, in `unit`
-        rel: relative tolerance
-        unit: for example `FLOPs`, `bytes`, `ms`
-        what: the quantity, in the student's words
-        mistakes: {hint: the number, or numbers, that this mistake leads to}
-        tell: say the right number; the message of a visible check would answer the question with it
+    `mistakes` is {hint: the number, or numbers, that this mistake leads to}. With `tell` the message says the right number:
+    that of a visible check would answer the question with it.
     """
     if got is None or got is ...:
         raise AssertionError(f"{what} is not answered yet: it is {got!r}.")
