@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import torch
 
-from utils.checking.kernel_files import HELPERS, expect_kernel_file, parse_file
+from utils.checking.kernel_files import HELPERS, expect_kernel_file
 from utils.checking.mistakes import name_mistakes
 from utils.checking.verdicts import AnswerNeeded, expect_close, raises_not_implemented
 from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compile_kernel, import_file, write_source
@@ -36,7 +36,6 @@ from utils.gluon_cpu.timeline import CostModel, Event
 from utils.kernels.offline import HOPPER
 from utils.machine import device
 
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 # Calls and loop turns of one program, and seconds of a launch, after which an endless loop ends with a message.
 LIMITS: dict[str, Any] = {"max_steps": 60_000, "max_seconds": 40.0}
 COMPILE_SECONDS = 120.0
@@ -96,7 +95,6 @@ def descriptor(x: torch.Tensor, block: list[int]):
 @functools.lru_cache(maxsize=256)
 def _module(source: str, file: str):
     """Read and import a file once for the many times that a check simulates it; what is refused is not remembered."""
-    parse_file(source, file)
     # Look in the text: when a kernel is compiled, its `raise` never runs.
     if raises_not_implemented(source):
         raise AnswerNeeded(f"{file} is not answered yet: it still has `raise NotImplementedError()` in it.")
@@ -157,22 +155,11 @@ def simulate_launch(
     source: str,
     launch: Launch,
     *,
-    seed: int | None = None,
-    timeline: bool | int = False,
+    seed: int | None = None,  # None runs by the cost model's times; a number stretches and shrinks them
+    timeline: bool | int = False,  # how many programs to record
     model: CostModel | None = None,
 ) -> tuple[dict[str, torch.Tensor], Run]:
-    """Run a launch in the simulator; return the outputs by name, and the Run.
-
-    Args:
-        source: the text of the student's file.
-        launch: the kernel and its arguments.
-        seed: None runs by the cost model's times; a number stretches and shrinks them.
-        timeline: how many programs to record; True is one.
-        model: the cost model.
-
-    Raises:
-        AssertionError: the simulator found a mistake; the message is its report.
-    """
+    """Run a launch in the simulator; return the outputs by name, and the Run. A mistake's report is an AssertionError."""
     outputs, seen = simulate_file(source, launch, {"seed": seed, "timeline": timeline, "model": model})
     run = Run(seed, True, int(timeline), **LIMITS, model=model or CostModel())
     vars(run).update(seen, events=[Event(*fields) for fields in seen["events"]])
@@ -258,14 +245,7 @@ def _complaint(stderr: str, source: str) -> str:
 
 
 def machine_code(source: str, launch: Launch, containing: str, compiled: Compiled) -> str:
-    """Return the PTX and the SASS of lines of a student's file.
-
-    Args:
-        source: the text of the file.
-        launch: names the file.
-        containing: a part of the lines to show, or several, separated by "|".
-        compiled: what `compile_for_hopper` made of the file.
-    """
+    """Return the PTX and the SASS of the lines of a student's file that hold a text, or one of several with "|" between."""
     shown = []
     for number, text in enumerate(source.splitlines(), 1):
         if not any(part in text.split("#")[0] for part in containing.split("|")):
@@ -285,12 +265,9 @@ def machine_code(source: str, launch: Launch, containing: str, compiled: Compile
 
 def triton_type(value: object) -> str:
     """A launch argument's type as Triton spells it."""
-    if isinstance(value, Tile):
-        x = value.tensor
-        return f"tensordesc<{TYPES[x.dtype]}{value.block},{descriptor(x, value.block).layout!r}>"
-    if isinstance(value, torch.Tensor):
-        return f"*{TYPES[value.dtype]}"
-    return "fp32" if isinstance(value, float) else "i32"
+    from triton.runtime.jit import mangle_type
+
+    return mangle_type(descriptor(value.tensor, value.block) if isinstance(value, Tile) else value)
 
 
 # ---- all three together --------------------------------------------------------------------------------------------
@@ -337,12 +314,13 @@ def simulated(
             outputs, run = simulate_launch(source, launch, seed=seed, timeline=0 if runs else programs)
             compare(outputs, "" if seed is None else f" (simulated with times of seed {seed})")
             runs.append(run)
-        if compiles and launch is tries[-1][0] and device.offline_compile_support():
+        last = compiles and launch is tries[-1][0]
+        if last and device.offline_compile_support():
             try:
                 compile_file(source, launch, figures=False)
             except AssertionError as refused:
                 raise AssertionError(f"the simulator accepts {launch.file}, but {refused}") from None
-        if compiles and launch is tries[-1][0] and device.gluon_support():
+        if last and device.gluon_support():
             compare(run_file(source, launch), " on this machine's GPU (the simulator's result was right)")
         yield launch, runs[0]
 

@@ -47,12 +47,9 @@ def expect_kernel_file(source: str, file: str) -> None:
 
 
 def kernels_of(source: str, file: str, kernel: str) -> str:
-    """Return a file's kernels and what they need, without the Python functions that launch them; lines keep their numbers.
+    """Return a file's kernels, `kernel` among them, and what they need, without the Python functions that launch them.
 
-    Args:
-        source: the text of the file.
-        file: its name, for messages.
-        kernel: a `@triton.jit` function that the file has to define.
+    Lines keep their numbers.
     """
     tree = parse_file(source, file)
     imported = _imported(tree, file)

@@ -89,15 +89,9 @@ def expect_mask(
 ) -> None:
     """Assert that a mask_mod lets exactly these pairs (Sq, Sk) through; otherwise show both tables, if they are small.
 
-    Args:
-        mod: the answer.
-        expected: the right mask, or its rows as in `table`.
-        what: name of the answer, the subject of the message.
-        mistakes: {hint: the mask that this mistake leads to}; where two lead to the same one, the message names both.
-        b: index of the sequence.
-        h: index of the head.
-        probes: {(query, key): what it means if the answer is wrong at this pair}; the first that is wrong is said, unless a
-            mistake explains the whole mask.
+    `mistakes` is {hint: the mask that this mistake leads to}, a tensor or the rows of a `table`; two that lead to the same
+    one are both named. `probes` is {(query, key): what it means if the answer is wrong at this pair}; the first that is
+    wrong is said, unless a mistake explains the whole mask.
     """
     expected = table(expected)
     sq, sk = expected.shape

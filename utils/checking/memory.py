@@ -34,11 +34,6 @@ def expect_follows_device(function: Callable[..., torch.Tensor], *shapes: tuple[
 
     That device is "meta": tensors with shapes and without values, which every machine has. A function that needs values of
     its inputs, for example to branch on them, cannot run there and is not judged.
-
-    Args:
-        function: the answer.
-        *shapes: shapes of its inputs.
-        what: name of the answer, the subject of the message.
     """
     inputs = [torch.empty(*shape, device="meta") for shape in shapes]
     hint = "Create tensors with device=a.device (the device of the input): on a GPU they must not land on the CPU."

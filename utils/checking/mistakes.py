@@ -74,15 +74,9 @@ class Steps:
 def attention_in_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: Steps, block: int = 64, downward: bool = False
 ) -> torch.Tensor:
-    """Compute attention of q (..., Sq, D) over k and v (..., Sk, D) in float64.
+    """Compute attention of q (..., Sq, D) over k and v (..., Sk, D) in float64; missing keys of a block arrive as zeros.
 
-    Args:
-        q: queries.
-        k: keys; those of an incomplete block arrive as zeros.
-        v: values.
-        steps: what to do in each block.
-        block: keys of a block.
-        downward: visit the blocks from the last to the first, as a producer does that loads an incomplete block first.
+    `downward` visits the blocks from the last to the first, as a producer does that loads an incomplete block first.
     """
     q, k, v = q.double(), k.double(), v.double()
     sk = k.shape[-2]
@@ -201,12 +195,7 @@ def expect_rounded_once(got: torch.Tensor, exact: torch.Tensor, what: str, suspe
     """Assert that results are the exact ones, rounded to their dtype, but for the few that float32 rounds the other way.
 
     The size of an error hides what happens inside: the last rounding is as large. Here the last rounding is taken out.
-
-    Args:
-        got: the results, of a dtype with 16 bits.
-        exact: the same in float64.
-        what: the value in the student's words.
-        suspects: what may be in 16 bits, such as `scores, weights and sums`.
+    `got` has 16 bits, `exact` is float64, and `suspects` names what may be in 16 bits, such as `scores, weights and sums`.
     """
     otherwise = float((got.detach() != exact.to(got.dtype)).double().mean())
     if otherwise > _OTHERWISE:

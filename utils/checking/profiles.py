@@ -18,11 +18,7 @@ _KINDS = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CU
 def profile_on_pretended_gpu(answer: Callable, operator: str, repeats: int, file: str) -> tuple[Any, list[str], bool]:
     """Call `answer(fn, file)` where its code is told that there is a GPU; it runs in the answer's process.
 
-    Args:
-        answer: a function that profiles `fn`.
-        operator: the function of torch with one argument that `fn` runs.
-        repeats: how often it runs it.
-        file: the name of the trace.
+    `fn`, which the answer profiles, runs a function of torch with one argument `repeats` times.
 
     Returns:
         What the answer returned; the order of its calls of `fn` ("fn"), its waits for the GPU ("wait"), by the course's
@@ -54,9 +50,8 @@ def profile_on_pretended_gpu(answer: Callable, operator: str, repeats: int, file
             super().step()
 
     Profile.__name__ = "profile"  # by which the grader knows the one that an answer returns
-    names: dict[str, Any] = getattr(
-        answer, "__globals__", {}
-    )  # a notebook's, where torch's functions may have other names
+    # A notebook's, where torch's functions may have other names.
+    names: dict[str, Any] = getattr(answer, "__globals__", {})
     course = {"synchronize": synchronize, "on_gpu": True, "device": torch.device("cuda")}
     found = {name: value for name, value in course.items() if name in names}
     for real, pretended in ((real_profile, Profile), (real_available, is_available), (real_wait, synchronize)):

@@ -139,8 +139,8 @@ def raises_not_implemented(source: str) -> bool:
     """Whether a text of Python still has the `raise NotImplementedError()` of an unanswered question in it."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # written, if wrongly: the check says what is wrong with it
-        return False
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False  # written, if wrongly: the check says what is wrong with it
     return any(isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node) for node in ast.walk(tree))
 
 
@@ -213,8 +213,6 @@ def check(
                     message = function(*given.args, **given.kwargs)
             except (Exception, SystemExit) as error:
                 return Verdict(question, False, _explain(error, question, function))
-            if isinstance(message, Verdict):
-                return message
             return Verdict(question, True, message or (f"{title}: passed." if title else "passed."))
 
         # For the grader, and for the question's text.
@@ -266,13 +264,7 @@ def expect_close(
 ) -> None:
     """Assert that `got` is `expected`: dtype, device and shape, then |got - expected| <= atol + rtol |expected|.
 
-    Args:
-        got: the value that the student's code returned
-        expected: the right answer
-        rtol: relative tolerance
-        atol: absolute tolerance
-        what: the value in the student's words, for example `gemm_naive(a, b)`
-        hint: what to look at, added to the message when the values are wrong
+    `what` is the value in the student's words, such as `gemm_naive(a, b)`; `hint` ends the message about wrong values.
     """
     if got is None:
         raise AssertionError(f"{what} is None: is a return missing?")
@@ -343,16 +335,10 @@ def expect_number(
     mistakes: Mapping[str, float | Sequence[float]] | None = None,
     tell: bool = False,
 ) -> None:
-    """Assert that `got` is the number `expected`; a wrong unit or a known mistake is named.
+    """Assert that `got`, also a 0-d tensor or a NumPy scalar, is the number `expected`; name a wrong unit or a known mistake.
 
-    Args:
-        got: a number (a 0-d tensor or NumPy scalar will do)
-        expected: the right number, in `unit`
-        rel: relative tolerance
-        unit: for example `FLOPs`, `bytes`, `ms`
-        what: the quantity, in the student's words
-        mistakes: {hint: the number, or numbers, that this mistake leads to}
-        tell: say the right number; the message of a visible check would answer the question with it
+    `mistakes` is {hint: the number, or numbers, that this mistake leads to}. With `tell` the message says the right number:
+    that of a visible check would answer the question with it.
     """
     if got is None or got is ...:
         raise AssertionError(f"{what} is not answered yet: it is {got!r}.")

@@ -17,7 +17,6 @@ import contextlib
 import functools
 import math
 import re
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from unittest import mock
@@ -40,14 +39,9 @@ def words(text: str) -> frozenset[str]:
 
 
 class Family(tuple):
-    """Operators that a question can forbid: regular expressions of their names, without namespace and overload.
+    """Operators that a question can forbid: regular expressions of their names, without namespace and overload."""
 
-    Args:
-        words: what the family is called in a sentence, such as `fused attention`.
-        names: the expressions, with spaces between them.
-    """
-
-    words: str
+    words: str  # what the family is called in a sentence, such as `fused attention`
 
     def __new__(cls, words: str, names: str):  # noqa: D102 (the class says it)
         family = super().__new__(cls, names.split())
@@ -84,18 +78,14 @@ VIEWS = words("""
     squeeze select slice split split_with_sizes unsafe_split tensor_split unbind chunk narrow as_strided diagonal unfold movedim
     flatten unflatten lift_fresh
     """)
-_COPIES = words("""
+MOVES = VIEWS | words("""
     lift_fresh_copy clone _to_copy to contiguous cat stack index index_select gather take take_along_dim _unsafe_index
     masked_select repeat repeat_interleave tile roll flip pad constant_pad_nd tril triu copy
-    """)
-_MAKES_OR_WRITES = words("""
     empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full
     full_like new_full fill zero arange eye scalar_tensor lift index_put index_copy index_fill put scatter slice_scatter
     select_scatter masked_scatter nonzero tril_indices triu_indices _local_scalar_dense item equal is_nonzero resize set
     result_type promote_types
     """)
-MOVES = VIEWS | _COPIES | _MAKES_OR_WRITES
-_MATRICES = words("mm bmm addmm baddbmm addbmm mv addmv")
 
 # How many numbers of a tensor get out of torch at once, by what the function mode calls it.
 _EXITS = {
@@ -132,9 +122,9 @@ class OperationWatch(TorchDispatchMode):
         self._beside = contextlib.ExitStack()
 
     def __enter__(self):
-        for module, name in _DERIVATIVES:
-            owner = sys.modules[module]
-            self._beside.enter_context(mock.patch.object(owner, name, self._noting(getattr(owner, name))))
+        for owner, name in _DERIVATIVES:
+            noting = functools.partial(self._note_and_derive, getattr(owner, name))
+            self._beside.enter_context(mock.patch.object(owner, name, noting))
         self._beside.enter_context(_Calls(self))
         return super().__enter__()
 
@@ -157,19 +147,16 @@ class OperationWatch(TorchDispatchMode):
             self.lines.setdefault(name, str(line))
         counter[name] = counter.get(name, 0) + 1
 
-    def _noting(self, derive: Callable) -> Callable:
-        def note_and_derive(*args, **kwargs):
-            self._note(self.calls, "autograd")
-            return derive(*args, **kwargs)
-
-        return note_and_derive
+    def _note_and_derive(self, derive: Callable, *args, **kwargs):
+        self._note(self.calls, "autograd")
+        return derive(*args, **kwargs)
 
     def _measure(self, name: str, args: tuple, kwargs: dict, result) -> None:
         values = (*args, *kwargs.values())
         given = tensors_in(values)
         self.largest[name] = max(self.largest.get(name, 0), *(t.numel() for t in (*given, *tensors_in(result))), 0)
         self.steps.append((name, tuple(tuple(t.shape) for t in given), *(n for n in values if type(n) in (int, float))))
-        if name in _MATRICES:
+        if name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv"):
             left, right = [t for t in args if isinstance(t, torch.Tensor)][-2:]
             batch, columns = left.shape[0] if left.dim() == 3 else 1, right.shape[-1] if right.dim() > 1 else 1
             self.products.append((batch, left.shape[-2], left.shape[-1], columns))
@@ -233,9 +220,9 @@ class _Calls(TorchFunctionMode):
 
 # Through which every derivative by torch goes: backward, autograd.grad, torch.func's vjp, and forward mode.
 _DERIVATIVES = (
-    ("torch.autograd", "_engine_run_backward"),
-    ("torch.autograd.graph", "_engine_run_backward"),
-    ("torch.autograd.forward_ad", "make_dual"),
+    (torch.autograd, "_engine_run_backward"),
+    (torch.autograd.graph, "_engine_run_backward"),
+    (torch.autograd.forward_ad, "make_dual"),
 )
 
 
@@ -255,10 +242,7 @@ def _sentence(hint: str) -> str:
 def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: str = "") -> None:
     """Assert that none of `operations` ran under `watch`, and no operators whose inside is hidden, or a library's formula.
 
-    Args:
-        watch: the record of `with OperationWatch() as watch`.
-        operations: a `Family`, or names of operators without namespace, each a regular expression.
-        hint: what to do instead.
+    The operations are a `Family`, or names of operators without namespace, each a regular expression.
     """
     pattern = re.compile("|".join(f"(?:{name})" for name in operations))
     # A student wrote the call, `einsum`; torch ran the operator, `aten.bmm`.
