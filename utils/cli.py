@@ -55,7 +55,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the repor
 
 
 def find_lab(name: str) -> Path:
-    """Return the notebook of a lab named in full or by its beginning, such as lab3; otherwise leave with status 2."""
+    """Return the notebook of a lab named in full or by its beginning, such as lab3; ProgressError if it is not one."""
     # Of a file elsewhere, the folder stays: it is no lab of this course.
     stem = name.removeprefix("./").removesuffix(".ipynb")
     labs = sorted(path.stem for path in ROOT.glob("lab*.ipynb"))
@@ -63,8 +63,7 @@ def find_lab(name: str) -> Path:
     if len(found) != 1:
         present = ", ".join(labs) or "none"
         problem = f"{name} could be {' or '.join(found)}" if found else f"there is no lab {name!r} in {ROOT}"
-        typer.echo(f"error: {problem}; the labs here are: {present}.", err=True)
-        raise typer.Exit(2)
+        raise ProgressError(f"{problem}; the labs here are: {present}.")
     return ROOT / f"{found[0]}.ipynb"
 
 
@@ -84,9 +83,9 @@ def open_lab(
     """Open JupyterLab on a lab; without a display, print the address to open elsewhere."""
     from utils.server import forwarding_command, free_port, has_display, jupyter_command
 
-    notebook = find_lab(lab)
-    folder = class_folder(course) if instructor else ROOT
     with errors_as_lines(ProgressError):
+        notebook = find_lab(lab)
+        folder = class_folder(course) if instructor else ROOT
         keep_original(notebook)
     if port is None and "JUPYTER_PORT" not in os.environ:
         port = free_port()
@@ -120,8 +119,7 @@ def class_folder(course: Path | None) -> Path:
     elif ROOT not in folder.parents:
         problem = f"is not below {ROOT}, where JupyterLab's files begin: move it there"
     if problem:
-        typer.echo(f"error: {folder} {problem}.", err=True)
-        raise typer.Exit(2)
+        raise ProgressError(f"{folder} {problem}.")
     return folder
 
 
@@ -131,8 +129,8 @@ def check_lab(
     timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 600,
 ) -> None:
     """Run a copy of a lab and its visible checks here; print the table of points; status 1 if a check did not pass."""
-    notebook = find_lab(lab)
     with errors_as_lines(ProgressError), progress_bar(remaining=True) as bar:
+        notebook = find_lab(lab)
         task = bar.add_task(f"running {notebook.name}", total=None)
         executed = run_checks(notebook, timeout, lambda done, total: bar.update(task, completed=done, total=total))
         keep_outcomes(notebook, outcomes_of(executed))
@@ -164,8 +162,8 @@ def show_progress() -> None:
 @app.command("reset")
 def reset_lab(lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning.")]) -> None:
     """Start a lab again; the old work is kept in out/backup."""
-    notebook = find_lab(lab)
     with errors_as_lines(ProgressError):
+        notebook = find_lab(lab)
         backup = reset(notebook)
     typer.echo(f"{notebook.name} starts again. Your old work: {backup.relative_to(ROOT)}")
 

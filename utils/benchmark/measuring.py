@@ -46,9 +46,8 @@ def measure(fn: Callable, *args, label: str | None = None, **options) -> Measure
     """
     check_callable("measure", fn)
     timing, kwargs = _timing(options, args, fn)
-    return _timed(
-        timing, [Call(fn, args, kwargs, _label(fn) if label is None else str(label))], itertools.repeat((0,))
-    )[0]
+    call = Call(fn, args, kwargs, _label(fn) if label is None else str(label))
+    return _timed(timing, [call], itertools.repeat((0,)))[0]
 
 
 def compare(

@@ -132,14 +132,13 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     results = measure_together(list(calls.values()), labels=list(calls), **options)
     best_ms = {result.label: result.min_ms for result in results}
 
+    reached = {name: 2 * side**3 / best_ms[name] / 1e9 for name in timed}
     if target.type == "cpu":
         threads = torch.get_num_threads()
         machine = f"{cpu_model()}, {threads} thread{'s' if threads > 1 else ''}"
+        reached["bf16"] = max(reached.get("bf16", 0.0), reached["fp32"])
     else:
         machine = torch.cuda.get_device_name(target)
-    reached = {name: 2 * side**3 / best_ms[name] / 1e9 for name in timed}
-    if target.type == "cpu":
-        reached["bf16"] = max(reached.get("bf16", 0.0), reached["fp32"])
     return Roofs(
         name=machine,
         origin="measured",

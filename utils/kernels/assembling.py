@@ -1,6 +1,6 @@
 """Kernels whose PTX is rewritten after Triton has compiled them, for instructions that Triton has no word for.
 
-`with_policy` tells the L2 how long to keep what TMA brings. Copies with the policy `evict_first` leave lines in the L2 that are the
+`policy_copies` tells the L2 how long to keep what TMA brings. Copies with the policy `evict_first` leave lines in the L2 that are the
 first to go when the next ones come. Without it, a cache of keys and values that is read once puts out what other kernels have left
 there, and what of that was written goes to memory while the keys come in. The policy is an argument of the kernel, so one kernel
 reads with it and without it. `narrow_products` leaves columns out of attention's P V, dV and dK at head dimensions 80 and 96. What
@@ -82,6 +82,11 @@ def narrow_products(ptx: str, columns: int) -> str:
     return re.sub(r"mul\.f32 (%\w+), \1, %\w+;", lambda found: "" if found[1] in zeros else found[0], ptx)
 
 
+def narrowed(compiled: Any, columns: int) -> Any:
+    """Return a copy of a kernel that Triton compiled, with narrow products (`narrow_products`); for 0 the kernel itself."""
+    return reassembled(compiled, lambda ptx: narrow_products(ptx, columns)) if columns else compiled
+
+
 def policy_copies(ptx: str) -> str:
     """Give each TMA copy of four dimensions the policy that the kernel gets."""
     argument = _POLICY.search(ptx)
@@ -94,8 +99,3 @@ def policy_copies(ptx: str) -> str:
     if not copies:
         raise ValueError("the kernel has no TMA copy of four dimensions: there is nothing to give the policy to.")
     return ptx
-
-
-def with_policy(compiled: Any) -> Any:
-    """Return a copy of a kernel that Triton compiled, whose TMA copies have the policy of its argument; not yet loaded."""
-    return reassembled(compiled, policy_copies)

@@ -22,10 +22,8 @@ from pathlib import Path
 import torch
 
 from utils.config import GPU_SPECS
-from utils.machine.environment import package_version
+from utils.machine.versions import package_version
 from utils.validation import first_line
-
-HOPPER = (9, 0)
 
 # The whole names that CUDA gives to the parts in GPU_SPECS, where these are not their keys; a longer name is another part.
 # The A10G, the H100 NVL, the RTX 4090 D, the A100 80GB PCIe (1.935 TB/s) and a MIG slice have similar names and other roofs.
@@ -86,21 +84,17 @@ def detect_gpu(name: str | None = None) -> str | None:
     The nearest row would be wrong: a part that is not listed has other roofs.
     """
     if name is not None:
-        return _row_named(name)
+        # Drivers before 470 leave "NVIDIA" out.
+        parts = {row: f"(NVIDIA )?{_NAMES.get(row, row)}" for row in GPU_SPECS}
+        return next((row for row, part in parts.items() if re.fullmatch(part, name.strip(), re.IGNORECASE)), None)
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    row = _row_named(properties.name)
+    row = detect_gpu(properties.name)
     # A MIG slice or an MPS share may have the name of the whole part, but it has fewer SMs.
     if row is not None and properties.multi_processor_count != GPU_SPECS[row]["sm_count"]:
         return None
     return row
-
-
-def _row_named(name: str) -> str | None:
-    # Drivers before 470 leave "NVIDIA" out.
-    parts = {row: f"(NVIDIA )?{_NAMES.get(row, row)}" for row in GPU_SPECS}
-    return next((row for row, part in parts.items() if re.fullmatch(part, name.strip(), re.IGNORECASE)), None)
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -150,9 +144,7 @@ def triton_support() -> Support:
             f"Triton {version} compiles for compute capability 8.0 and newer; this GPU has {major}.{minor}.",
             "Use a GPU of the Ampere generation or newer.",
         )
-    if not (compiler := _c_compiler()):
-        return compiler
-    return Support(True, f"Triton {version} compiles kernels for compute capability {major}.{minor}.")
+    return _c_compiler() and Support(True, f"Triton {version} compiles kernels for compute capability {major}.{minor}.")
 
 
 def interpreter_requested() -> bool:
@@ -167,7 +159,7 @@ def interpreter_requested() -> bool:
 def gluon_support() -> Support:
     """Whether the Gluon kernels of lab 3 run here: they need a Hopper GPU and Triton 3.6 or newer."""
     capability = compute_capability()
-    if capability != HOPPER:
+    if capability != (9, 0):
         gpu = "there is no NVIDIA GPU" if capability is None else "this GPU has {}.{}".format(*capability)
         return unsupported(
             f"The Gluon kernels use Hopper's wgmma and TMA, compute capability 9.0, and {gpu}.",
@@ -187,10 +179,10 @@ def _gluon_compiles(oldest: tuple[int, int]) -> Support:
     if version is None or tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest:
         installed = f"{version} is installed" if version else "none is installed"
         return unsupported(f"Gluon needs Triton {needed} or newer and {installed}.", f"Install triton>={needed}.")
-    if not (compiler := _c_compiler()):
-        return compiler
     major, minor = compute_capability() or (0, 0)
-    return Support(True, f"Gluon of Triton {version} compiles for compute capability {major}.{minor}.")
+    return _c_compiler() and Support(
+        True, f"Gluon of Triton {version} compiles for compute capability {major}.{minor}."
+    )
 
 
 @functools.cache

@@ -10,7 +10,8 @@ import torch
 
 from utils.files import ROOT
 from utils.machine import device
-from utils.machine.environment import cpu_model, package_version
+from utils.machine.environment import cpu_model
+from utils.machine.versions import package_version
 
 DISTRIBUTION = "gpu-efficiency-labs"
 YES, NO = "[green]yes[/]", "[red]no[/]"

@@ -6,13 +6,13 @@ import functools
 import os
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
 
 from utils.files import ROOT
+from utils.machine.versions import package_version
 from utils.validation import first_line
 
 # nvml.h, nvmlClocksEventReasons: why the clocks are not higher.
@@ -29,15 +29,6 @@ CLOCK_REASONS = {
 }
 # These two explain a clock without anything being wrong.
 HARMLESS_REASONS = {"idle", "application clocks set"}
-
-
-@functools.cache
-def package_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 @functools.cache
@@ -117,9 +108,7 @@ def environment(device: torch.device | str | None = None) -> dict:
         "cuda": torch.version.cuda,
         "cudnn": gpu and torch.backends.cudnn.version(),
         "torch": torch.__version__,
-        "triton": package_version("triton"),
-        "numpy": package_version("numpy"),
-        "transformers": package_version("transformers"),
+        **{name: package_version(name) for name in ("triton", "numpy", "transformers")},
         "flash_attn_4": package_version("flash-attn-4"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -16,12 +16,18 @@ TESTED = {"torch": ((2, 11), (2, 15)), "triton": ((3, 6), (3, 9)), "transformers
 
 
 @functools.cache
-def installed_version(package: str) -> tuple[int, int] | None:
-    """Return the major and minor version of an installed package, or None if there is none."""
+def package_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
     try:
-        found = re.match(r"(\d+)\.(\d+)", metadata.version(package))
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def installed_version(package: str) -> tuple[int, int] | None:
+    """Return the major and minor version of an installed package, or None if there is none."""
+    found = re.match(r"(\d+)\.(\d+)", package_version(package) or "")
     return (int(found[1]), int(found[2])) if found else None
 
 
@@ -35,7 +41,7 @@ def untested_versions() -> list[str]:
         tested = f"{package} {'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
         what = "older: kernels and labs may fail" if version < oldest else "newer: kernels and labs may differ"
         sentences.append(
-            f"The course was tested with {tested}; {package} {metadata.version(package)} is {what}. "
+            f"The course was tested with {tested}; {package} {package_version(package)} is {what}. "
             "`make env` installs versions that fit."
         )
     return sentences
@@ -71,7 +77,6 @@ def adopt_newest_gluon_names() -> None:
         tma.async_atomic_add = _make_async_atomic_add()
     if not hasattr(blackwell, "get_tmem_reg_layout"):
         blackwell.get_tmem_reg_layout = ConstexprFunction(_register_layout_of_tile)
-        blackwell.get_tmem_reg_layout.__module__ = blackwell.__name__  # a file of kernels may use a language's own
 
 
 def _register_layout_of_tile(element_ty, shape, layout, num_warps, instr_variant="32x32b", cga_layout=()):

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from utils.config import GEMMA_CONFIG
 from utils.machine.device import usable_device
 from utils.model.kv_cache import (
     check_config,
@@ -76,10 +77,7 @@ def build_decoder_layer(
     """
     if attn_implementation not in ATTENTION_IMPLEMENTATIONS:
         raise ValueError(f"attn_implementation is {attn_implementation!r}; allowed: {ATTENTION_IMPLEMENTATIONS}")
-    if config is None:
-        from utils.config import GEMMA_CONFIG
-
-        config = GEMMA_CONFIG
+    config = GEMMA_CONFIG if config is None else config
     check_config(config)
     if whole_number("layer_idx", layer_idx, least=0) >= config.num_hidden_layers:
         raise ValueError(f"layer_idx is {layer_idx}; this config has layers 0 to {config.num_hidden_layers - 1}")
@@ -146,10 +144,9 @@ def create_decode_inputs_with_cache(
         `(hidden_states, position_ids, cache_positions)`: (B, 1, hidden_size), (B, 1) and (1,). Every position is
         `current_seq_len`, because the first token has position 0.
     """
-    whole_numbers(batch_size=batch_size, current_seq_len=current_seq_len, hidden_size=hidden_size)
-    dtype, device = floating_dtype(dtype), usable_device(device)
-    hidden_states = torch.randn(batch_size, 1, hidden_size, dtype=dtype, device=device)
-    cache_positions = torch.full((1,), current_seq_len, device=device)
+    whole_numbers(current_seq_len=current_seq_len)
+    hidden_states, _ = create_prefill_inputs(batch_size, 1, hidden_size, dtype, device)
+    cache_positions = torch.full((1,), current_seq_len, device=hidden_states.device)
     remember_position(cache_positions, current_seq_len)
     return hidden_states, cache_positions.repeat(batch_size, 1), cache_positions
 
@@ -165,11 +162,10 @@ def create_decode_inputs_without_cache(
         `(hidden_states, position_ids, prefill_hidden_states)`: (B, 1, hidden_size); (B, current_seq_len + 1),
         positions 0 to current_seq_len; (B, current_seq_len, hidden_size).
     """
-    whole_numbers(batch_size=batch_size, current_seq_len=current_seq_len, hidden_size=hidden_size)
-    dtype, device = floating_dtype(dtype), usable_device(device)
-    hidden_states = torch.randn(batch_size, 1, hidden_size, dtype=dtype, device=device)
-    prefill_hidden_states = torch.randn(batch_size, current_seq_len, hidden_size, dtype=dtype, device=device)
-    position_ids = torch.arange(current_seq_len + 1, device=device).repeat(batch_size, 1)
+    whole_numbers(current_seq_len=current_seq_len)
+    hidden_states, _ = create_prefill_inputs(batch_size, 1, hidden_size, dtype, device)
+    prefill_hidden_states, _ = create_prefill_inputs(batch_size, current_seq_len, hidden_size, dtype, device)
+    position_ids = torch.arange(current_seq_len + 1, device=hidden_states.device).repeat(batch_size, 1)
     return hidden_states, position_ids, prefill_hidden_states
 
 

@@ -26,11 +26,13 @@ def test_the_tested_versions_are_the_ranges_of_the_project(package):
 def test_an_untested_torch_is_named_with_the_range(monkeypatch, version, word):
     real = versions.metadata.version
     monkeypatch.setattr(versions.metadata, "version", lambda name: version if name == "torch" else real(name))
+    versions.package_version.cache_clear()
     versions.installed_version.cache_clear()
     try:
         (sentence,) = versions.untested_versions()
         assert version in sentence and word in sentence and "torch 2.11 to 2.15" in sentence and "make env" in sentence
     finally:
+        versions.package_version.cache_clear()
         versions.installed_version.cache_clear()
 
 

@@ -36,11 +36,11 @@ from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import first_block, start_output, step
 from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
-from utils.attention.gluon.plan import Case, Plan, deal_tiles, row_offset, tile_blocks, whole_tiles
+from utils.attention.gluon.plan import Case, deal_tiles, row_offset, tile_blocks, whole_tiles
 from utils.attention.gluon.shared import accumulator, wait_products
 from utils.attention.gluon.softmax import normalizers, spread
 from utils.attention.gluon.transfers import load_first, producer, store_lse, store_tile
-from utils.kernels.assembling import narrow_products, reassembled
+from utils.kernels.assembling import narrowed
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
 
@@ -187,13 +187,6 @@ def attention_step5(
     )
 
 
-def narrowed(compiled, plan: Plan):
-    """Return a compiled kernel whose P V has as many columns as the plan says (`depth`), or all."""
-    if not plan.depth:
-        return compiled
-    return reassembled(compiled, lambda ptx: narrow_products(ptx, plan.depth))
-
-
 @functools.lru_cache(maxsize=64)
 def tile_schedule(
     blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device
@@ -258,7 +251,7 @@ def launch(a: Arguments) -> Callable | None:
     compiled = attention_step5.warmup(*tensors, table, *sizes, grid=(programs,), **options)
     if compiled is None:
         return None
-    handle = Handle(narrowed(compiled, plan), (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
+    handle = Handle(narrowed(compiled, plan.depth), (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
     launched = repeated(handle, schedule)
     launched(a.q, a.k, a.v, a.out, a.lse)
     return launched

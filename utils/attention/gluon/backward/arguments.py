@@ -13,6 +13,7 @@ import torch
 from utils.attention.gluon.arguments import descriptor, processors
 from utils.attention.gluon.backward.order import Order
 from utils.attention.gluon.backward.plan import BackwardPlan, span
+from utils.kernels.assembling import narrowed
 from utils.kernels.handle import Handle
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ class Launch(NamedTuple):
     boxes: tuple[int, ...] = ()  # of the first tensors, which TMA descriptors stand for: rows of a box
     warps: int = 4
     early: bool = False  # whether it may begin while the launch before it ends
+
+    @property
+    def depth(self) -> int:
+        """How many columns dV and dK have, by the plan; 0 for all."""
+        return getattr(self.constants.get("PLAN"), "depth", 0)
 
 
 class Gradients:
@@ -145,17 +151,9 @@ def run(g: Gradients, launch: Launch) -> Handle | None:
     )
     if not g.q.is_cuda:
         return kernel[launch.grid](*tensors, *rest, **options)
-    compiled = narrowed(kernel.warmup(*tensors, *rest, grid=launch.grid, **options), launch)
+    compiled = narrowed(kernel.warmup(*tensors, *rest, grid=launch.grid, **options), launch.depth)
     places = [g.place(name) for name in launch.tensors]
     return Handle(compiled, launch.grid, tensors, rest, g.q.device.index, places=places)
-
-
-def narrowed(compiled, launch: Launch):
-    """Return a compiled kernel whose dV and dK have as many columns as the plan says (`depth`), or all."""
-    from utils.kernels.assembling import narrow_products, reassembled
-
-    depth = launch.constants["PLAN"].depth if "PLAN" in launch.constants else 0
-    return reassembled(compiled, lambda ptx: narrow_products(ptx, depth)) if depth else compiled
 
 
 @functools.cache

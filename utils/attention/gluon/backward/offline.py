@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from utils.attention.gluon.backward.arguments import Gradients, arguments_of, kernel_of, launches, narrowed
+from utils.attention.gluon.backward.arguments import Gradients, arguments_of, kernel_of, launches
 from utils.attention.gluon.backward.order import Order
 from utils.attention.gluon.backward.plan import plan_for
 from utils.attention.gluon.intervals import Packed
+from utils.kernels.assembling import narrowed
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
@@ -38,4 +39,4 @@ def compile_backward(
     # A launch tells the compiler that tensors start at multiples of 16 bytes.
     aligned = [name for name, kind in signature.items() if kind[0] == "*"]
     compiled = compile_gluon(kernel, signature, launch.constants, aligned, launch.warps)
-    return read_assembly(narrowed(compiled, launch), kernel.__name__)
+    return read_assembly(narrowed(compiled, launch.depth), kernel.__name__)

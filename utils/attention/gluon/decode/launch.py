@@ -229,9 +229,9 @@ class Launch:
 
         All launches share it: a cache that grows by a token at each call has a launch for each.
         """
-        from utils.kernels.assembling import with_policy
+        from utils.kernels.assembling import policy_copies, reassembled
 
-        twin = with_policy(compiled)
+        twin = reassembled(compiled, policy_copies)
         if self.plan.cluster:
             alone = ALONE_BYTES if self.plan.per_sm == 1 else 0
             shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, alone)
