@@ -1120,7 +1120,7 @@ def compute_partition(o_desc, tiles, bars, sk, c, W: gl.constexpr, STAGES: gl.co
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)  # public
         ### END SOLUTION
         s = warpgroup_mma(q, k, gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores), use_acc=False)
-        s = mask_scores(s, 0, i * BLOCK_N, 0, sk, 0, scores, False, False)  # keys from sk on count as minus infinity
+        s = mask_scores(s, 0, i * BLOCK_N, 0, sk, scores, False)  # keys from sk on count as minus infinity
         p, m, total, alpha = online_softmax(s, m, total, c)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v, o)
@@ -1235,7 +1235,7 @@ def compute_partition(o_desc, tiles, bars, shape, c, W: gl.constexpr, STAGES: gl
     """Consumer W. The producer brings the last block of keys first; K and V have barriers of their own."""
     q_tiles, k_ring, v_ring = tiles
     q_full, k_full, k_empty, v_full, v_empty = bars
-    sq, sk, window, heads, group = shape
+    sq, sk, heads, group = shape
     dtype: gl.constexpr = q_tiles.dtype
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
     BLOCK_D: gl.constexpr = q_tiles.shape[4]
@@ -1255,7 +1255,7 @@ def compute_partition(o_desc, tiles, bars, shape, c, W: gl.constexpr, STAGES: gl
     mbarrier.wait(k_full.index(0), 0)
     s = warpgroup_mma(q, k_ring.index(0).reshape([BLOCK_N, BLOCK_D]).permute([1, 0]), zero, use_acc=False)
     mbarrier.arrive(k_empty.index(0), count=1)
-    s = mask_scores(s, 0, (blocks - 1) * BLOCK_N, 0, sk, 0, scores, False, False)
+    s = mask_scores(s, 0, (blocks - 1) * BLOCK_N, 0, sk, scores, False)
     p, m, total, alpha = online_softmax(s, m, total, c)
     p = gl.convert_layout(p.to(dtype), left)
     for i in range(1, blocks):
@@ -1317,11 +1317,11 @@ def attention(q_desc, k_desc, v_desc, o_desc, sq, sk, heads, c, STAGES: gl.const
         mbarrier.init(v_empty.index(j), count=2)
     tiles = (q_tiles, k_ring, v_ring)
     bars = (q_full, k_full, k_empty, v_full, v_empty)
-    shape = (sq, sk, 0, heads, 1)
+    shape = (sq, sk, heads, 1)
     gl.warp_specialize([
         (compute_partition, (o_desc, tiles, bars, shape, c, 0, STAGES)),
         (compute_partition, (o_desc, tiles, bars, shape, c, 1, STAGES)),
-        (producer, (((q_desc, k_desc, v_desc), tiles, bars, shape), 2, STAGES, False, False)),
+        (producer, (((q_desc, k_desc, v_desc), tiles, bars, shape), 2, STAGES, False)),
     ], [4, 1], [240, 24])
 ### TESTS q5_3_tests, 8 points: check_overlap(text_of("lab3_overlap.py"))
 
@@ -1589,7 +1589,7 @@ def softmax(scores, alphas, sums, bars, sizes, c, dtype: gl.constexpr, TILE: gl.
         mbarrier.wait(bars.s_full.index(TILE), i & 1)
         s = s_view.load(wide)
         ### END SOLUTION
-        s = mask_scores(s, first + TILE * BLOCK_M, i * BLOCK_N, sq, sk, 0, wide, False, False)
+        s = mask_scores(s, first + TILE * BLOCK_M, i * BLOCK_N, sq, sk, wide, False)
         p, m, total, alpha = online_softmax(s, m, total, c)
         ### BEGIN SOLUTION
         alphas.index(TILE).store(alpha)

@@ -21,7 +21,7 @@ def own_softmax(s, m, total, c):
 """
 USE_OWN = ("online_softmax(s, m, total, c)", "own_softmax(s, m, total, c)")
 STORE = "    tma_store(o_desc, [batch, gl.program_id(1) - batch * heads, row, 0], q_tiles.index(W))\n"
-SHAPE = "    shape = (sq, sk, 0, heads, 1)\n"
+SHAPE = "    shape = (sq, sk, heads, 1)\n"
 KERNEL = "@gluon.jit\ndef attention("
 CONSUMERS = (
     (
@@ -171,7 +171,7 @@ CHEATS = [
     ),
     File(
         "the tail is not masked",
-        (("    s = mask_scores(s, 0, (blocks - 1) * BLOCK_N, 0, sk, 0, scores, False, False)\n", ""),),
+        (("    s = mask_scores(s, 0, (blocks - 1) * BLOCK_N, 0, sk, scores, False)\n", ""),),
         "run",
         "tail",
     ),
@@ -308,7 +308,7 @@ HONEST = [
         (
             (
                 "p_next, m, total, alpha =",
-                "s = mask_scores(s, 0, (blocks - 1 - i) * BLOCK_N, 0, sk, 0, scores, False, False)\n        p_next, m, total, alpha =",
+                "s = mask_scores(s, 0, (blocks - 1 - i) * BLOCK_N, 0, sk, scores, False)\n        p_next, m, total, alpha =",
             ),
         ),
     ),
