@@ -26,7 +26,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.backward.fragments import to_halves
 from utils.attention.gluon.backward.pipeline import SIZES, Part, allocate_work, load_part, make_sizes, tma_add
 from utils.attention.gluon.backward.shares import make_share, store_part
-from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_store, wait_products, zero_columns
+from utils.attention.gluon.shared import (
+    accumulator,
+    left_operand,
+    meet,
+    pass_by,
+    start_scores,
+    thread_barrier,
+    tma_store,
+    wait_products,
+    zero_columns,
+)
 from utils.kernels.early_launch import let_next_launch_begin
 
 # The named barrier at which the consumer has left a tile's dQ in shared memory. Triton uses one for each partition, and two.
@@ -76,38 +86,9 @@ def exp2(x):
 
 
 @gluon.constexpr_function
-def keys_layout(columns):
-    """Layout of a product [128 keys, columns]: 64 rows for each warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def keys_operand(columns):
-    """Layout of P^T or dS^T as the left operand, in registers, of a product [128 keys, columns]."""
-    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16]), 2)
-
-
-@gluon.constexpr_function
 def dq_layout(queries):
     """Layout of dQ: 64 queries for each warpgroup, or 64 columns where a tile has 64 queries."""
     return gl.NVMMADistributedLayout([3, 0], [8, 1] if queries == 128 else [4, 2], [16, 64, 16])
-
-
-@gluon.jit
-def start_transposed(rows, left, tile, DEPTH: gl.constexpr):
-    """Hand rows @ tile^T, S^T or dP^T of a tile's queries, to the tensor cores.
-
-    left: the first columns of `rows`, which may be in registers. DEPTH: the columns that are multiplied.
-    """
-    QUERIES: gl.constexpr = tile.shape[0]
-    FIRST: gl.constexpr = left.shape[1]
-    zero = gl.zeros([128, QUERIES], gl.float32, keys_layout(QUERIES))
-    columns = tile.permute([1, 0])
-    x = warpgroup_mma(left, columns.slice(0, FIRST, 0), zero, use_acc=False, is_async=True)
-    if FIRST < DEPTH:  # slices are powers of two: 64 columns, and 16, 32 or 64
-        REST: gl.constexpr = DEPTH - FIRST
-        x = warpgroup_mma(rows.slice(FIRST, REST, 1), columns.slice(FIRST, REST, 0), x, is_async=True)
-    return x
 
 
 @gluon.jit
@@ -153,21 +134,19 @@ def walk(work, ds_tiles, leave, bounds, v_left, state, lo, hi, number, MASK: gl.
     dtype: gl.constexpr = work.k.dtype
     k = work.k.reshape([128, BLOCK_D])
     v = work.v.index(0).reshape([128, BLOCK_D])
-    DEPTH: gl.constexpr = PLAN.depth if PLAN.depth > 0 else BLOCK_D
-    k_left = k.slice(0, 64, 1) if DEPTH < BLOCK_D else k
     dk, dv = state
     for m in range(lo, hi):
         i = number + m
         work.q.wait_full(i)
-        s = start_transposed(k, k_left, work.q.tile(i), DEPTH)
+        s = start_scores(k, work.q.tile(i), PLAN.depth)
         work.do.wait_full(i)
-        dp = start_transposed(v, v_left, work.do.tile(i), DEPTH)
+        dp = start_scores(v, work.do.tile(i), PLAN.depth, v_left)
         s = wait_products(s, 2 if BLOCK_D > 64 else 1, BLOCK_M)
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = exp2(s * work.c - lse2[None, :])
         if MASK:
             p = mask_queries(p, bounds, m * BLOCK_M)
-        p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
+        p16 = gl.convert_layout(p.to(dtype), left_operand(BLOCK_D, 128))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
@@ -180,10 +159,10 @@ def walk(work, ds_tiles, leave, bounds, v_left, state, lo, hi, number, MASK: gl.
             dq = start_dq(work, ds_tile)
             dv = wait_products(dv, 1, BLOCK_D)
             work.do.release(i)
-            dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+            dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D, 128)), work.q.tile(i), dk, is_async=True)
             leave_dq(leave, wait_products(dq, 1, 64), i)
         else:
-            dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+            dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D, 128)), work.q.tile(i), dk, is_async=True)
             dv = wait_products(dv, 1, BLOCK_D)
             work.do.release(i, True)
         dk = wait_products(dk, 0, BLOCK_D)
@@ -197,8 +176,8 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
     BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
     part = share.read(turn, 8)
-    dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
-    dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
+    dk = gl.zeros([128, BLOCK_D], gl.float32, accumulator(BLOCK_D, 128))
+    dv = gl.zeros([128, BLOCK_D], gl.float32, accumulator(BLOCK_D, 128))
     if work.sizes.PLAN.mask != "":
         # Which queries see a key: found here while K comes, not by each loop. The last part's have been used, or there were none.
         keys = part.key + gl.arange(0, 128, gl.BlockedLayout([1], [32], [8], [0]))
@@ -212,7 +191,7 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     thread_barrier()
     v_left = work.v.index(0).reshape([128, BLOCK_D])
     if BLOCK_D > 64:
-        v_left = v_left.slice(0, 64, 1).load(keys_operand(BLOCK_M))
+        v_left = v_left.slice(0, 64, 1).load(left_operand(BLOCK_M, 128))
     state = (dk, dv)
     behind = done + part.count
     while done < behind:

@@ -24,13 +24,6 @@ from utils.attention.gluon.shared import accumulator, left_operand, start_scores
 
 
 @gluon.jit
-def start_transposed(rows, left, tile):
-    """Hand rows @ tile^T to the tensor cores, S^T or dP^T: a product of the columns in registers, and one of the others."""
-    x = start_scores(left, tile.slice(0, 128, 1))
-    return warpgroup_mma(rows.slice(128, 128, 1), tile.slice(128, 128, 1).permute([1, 0]), x, is_async=True)
-
-
-@gluon.jit
 def first_consumer(work, part, exchange, dv_desc):
     """S^T and P^T, which the other consumer gets too, and dV."""
     p_tile, p_full, p_empty = exchange
@@ -40,7 +33,7 @@ def first_consumer(work, part, exchange, dv_desc):
     k_left = work.k_rows(0).slice(0, 128, 1).load(left_operand(64))
     for i in range(part.count):
         work.q.wait_full(i)
-        s = wait_products(start_transposed(work.k_rows(0), k_left, work.q.tile(i)), 0, 64)
+        s = wait_products(start_scores(work.k_rows(0), work.q.tile(i), 0, k_left), 0, 64)
         p = probabilities(work, s, i, part.key, m * 64)
         work.q.release(i, True)
         mbarrier.wait(p_empty, (i & 1) ^ 1)  # the other consumer has read the last P
@@ -66,7 +59,7 @@ def second_consumer(work, part, exchange, dk_desc):
     v_left = work.v_rows(0).slice(0, 128, 1).load(left_operand(64))
     for i in range(part.count):
         work.do.wait_full(i)
-        dp = wait_products(start_transposed(work.v_rows(0), v_left, work.do.tile(i)), 0, 64)
+        dp = wait_products(start_scores(work.v_rows(0), work.do.tile(i), 0, v_left), 0, 64)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, dp.type.layout))
         dp = dp - delta[None, :]
         work.do.release(i, True)
