@@ -14,12 +14,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.backward.pipeline import LOG2_E, block_place
+from utils.attention.gluon.backward.pipeline import LOG2_E, SIZES, block_place
 from utils.attention.gluon.intervals import tile_entry
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 
 INFINITY = gl.constexpr(float("inf"))
-PLACES = ["o_batch", "o_head", "o_row", "do_batch", "do_head", "do_row"]
 
 
 @gluon.jit
@@ -34,8 +33,7 @@ def to_fragments(x):
 @gluon.jit
 def from_fragments(flat, N: gl.constexpr):
     """Undo `to_fragments`: [64 * N] -> [64, N], an accumulator's layout."""
-    x = flat.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, N])
-    return x
+    return flat.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, N])
 
 
 @gluon.constexpr_function
@@ -66,7 +64,7 @@ def add_fragments(sums, x):
     gl.atomic_add(at, to_fragments(x), sem="relaxed")
 
 
-@gluon.jit(do_not_specialize=[*PLACES, "sq", "heads", "head_dim", "width", "cleared"])
+@gluon.jit(do_not_specialize=SIZES)
 def start_backward(
     o_ptr,
     do_ptr,
@@ -133,9 +131,6 @@ def start_backward(
     gl.store(delta_ptr + head_total * rows + r, delta)
 
 
-NUMBERS = ["sq", "sk", "back", "head_dim", "width", "blocks_n", "section", "total", "whole", "pieces", "for_parts"]
-
-
 @gluon.jit
 def finish_part(parts_ptr, dv_ptr, dk_ptr, sizes, blocks, program, scale, TABLE: gl.constexpr):
     """Add up the pieces of 64 rows and 32 columns of dV or dK of a block of 128 keys, and store the sums' rows."""
@@ -187,7 +182,7 @@ def finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, number, scale):
     gl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=keep)
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=SIZES)
 def finish_backward(
     sums_ptr,
     dq_ptr,

@@ -43,6 +43,7 @@ from utils.kernels.early_launch import let_next_launch_begin
 LEFT = gl.constexpr(6)
 # In fp32: 0.695117, 0.227645, 0.077067, the least relative error on [0, 1) with a constant term of 1; 1.5 * 2^23; -127.
 _C1, _C2, _C3, _ROUND, _LEAST = "0f3F31F32D", "0f3E691BB9", "0f3D9DD568", "0f4B400000", "0fC2FE0000"
+EIGHT = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))  # registers of an assembly, and as many inputs
 
 
 @gluon.constexpr_function
@@ -70,11 +71,6 @@ def _exp2_asm():
     return " ".join([*lines, "}"])
 
 
-@gluon.constexpr_function
-def _exp2_constraints():
-    return ",".join(["=f"] * 8 + ["f"] * 8)
-
-
 @gluon.jit
 def exp2(x):
     """2^x, of each eight registers two on the multipliers, as in FlashAttention 4, and six by the exponential unit.
@@ -82,13 +78,7 @@ def exp2(x):
     2^x = 2^n * 2^f with n = floor(x) and 2^f = 1 + f (C1 + f (C2 + f C3)), within 8.6e-5: 1/22 of a rounding to bf16, 1/6 of
     one to fp16. n is added to the exponent's bits.
     """
-    return gl.inline_asm_elementwise(_exp2_asm(), _exp2_constraints(), [x], dtype=gl.float32, is_pure=True, pack=8)
-
-
-@gluon.constexpr_function
-def dq_layout(queries):
-    """Layout of dQ: 64 queries for each warpgroup, or 64 columns where a tile has 64 queries."""
-    return gl.NVMMADistributedLayout([3, 0], [8, 1] if queries == 128 else [4, 2], [16, 64, 16])
+    return gl.inline_asm_elementwise(_exp2_asm(), EIGHT, [x], dtype=gl.float32, is_pure=True, pack=8)
 
 
 @gluon.jit
@@ -99,18 +89,13 @@ def start_dq(work, ds):
     # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
     fence_async_shared()
     thread_barrier()  # the other warpgroup's keys are in dQ too
-    dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, dq_layout(BLOCK_M))
+    # 64 queries for each warpgroup, or 64 columns where a tile has 64 queries.
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1] if BLOCK_M == 128 else [4, 2], [16, 64, 16])
+    dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout)
     dq = warpgroup_mma(ds.permute([1, 0]), work.k.reshape([128, BLOCK_D]), dq, use_acc=False, is_async=True)
     # The compiler wants a barrier between this product and the next dS; here nobody waits for long.
     thread_barrier()
     return dq
-
-
-@gluon.jit
-def mask_queries(p, bounds, row):
-    """Zero the probabilities [keys, queries] of queries row.. that do not see a key; bounds: which queries see each key."""
-    layout: gl.constexpr = gl.SliceLayout(1, p.type.layout)
-    return zero_columns(p, bounds.index(0).load(layout) - row, bounds.index(1).load(layout) - row)
 
 
 @gluon.jit
@@ -145,7 +130,8 @@ def walk(work, ds_tiles, leave, bounds, v_left, state, lo, hi, number, MASK: gl.
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = exp2(s * work.c - lse2[None, :])
         if MASK:
-            p = mask_queries(p, bounds, m * BLOCK_M)
+            keys: gl.constexpr = gl.SliceLayout(1, p.type.layout)
+            p = zero_columns(p, bounds.index(0).load(keys) - m * BLOCK_M, bounds.index(1).load(keys) - m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), left_operand(BLOCK_D, 128))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
@@ -159,10 +145,10 @@ def walk(work, ds_tiles, leave, bounds, v_left, state, lo, hi, number, MASK: gl.
             dq = start_dq(work, ds_tile)
             dv = wait_products(dv, 1, BLOCK_D)
             work.do.release(i)
-            dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D, 128)), work.q.tile(i), dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D, 128)), work.q.tile(i), dk, is_async=True)
+        if PLAN.dq:
             leave_dq(leave, wait_products(dq, 1, 64), i)
         else:
-            dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D, 128)), work.q.tile(i), dk, is_async=True)
             dv = wait_products(dv, 1, BLOCK_D)
             work.do.release(i, True)
         dk = wait_products(dk, 0, BLOCK_D)
@@ -315,7 +301,7 @@ def storing_warp(work, share, leave):
             key = share.next(turn, 1)
 
 
-@gluon.jit(do_not_specialize=[*SIZES, "eighths"])
+@gluon.jit(do_not_specialize=SIZES)
 def attention_backward_step6(
     q_desc,
     do_desc,
