@@ -106,22 +106,20 @@ def inverse_and_lse(m, total, c):
 
 @gluon.jit
 def start_scores(q, k, DEPTH: gl.constexpr = 0, left=None):
-    """Hand q @ k^T to the tensor cores, from zero. q: 64 rows for each warpgroup, in shared memory or registers; k: in shared memory.
+    """Hand q @ k^T to the tensor cores, from zero. q, 64 rows for each warpgroup, or its first columns `left` may be in registers.
 
     DEPTH: the columns that are multiplied, 80 or 96; 0: all. Tiles are zero behind them, and zeros take as long as other numbers.
-    left: the first columns of q, which may be in registers.
     """
     ROWS: gl.constexpr = q.shape[0]
     COLUMNS: gl.constexpr = k.shape[0]
-    END: gl.constexpr = DEPTH if DEPTH > 0 else q.shape[1]
     if left is None:  # slices are powers of two: 64 columns, and 16 or 32
         left = q if DEPTH == 0 else q.slice(0, 64, 1)
     FIRST: gl.constexpr = left.shape[1]
+    REST: gl.constexpr = (DEPTH if DEPTH > 0 else q.shape[1]) - FIRST
     zero = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, ROWS))
     columns = k.permute([1, 0])
     s = warpgroup_mma(left, columns.slice(0, FIRST, 0), zero, use_acc=False, is_async=True)
-    if FIRST < END:
-        REST: gl.constexpr = END - FIRST
+    if REST > 0:
         s = warpgroup_mma(q.slice(FIRST, REST, 1), columns.slice(FIRST, REST, 0), s, is_async=True)
     return s
 

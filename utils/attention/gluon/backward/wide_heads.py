@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma
 
-from utils.attention.gluon.backward.fragments import from_fragments, to_fragments
+from utils.attention.gluon.backward.fragments import FLAT, from_fragments, to_fragments
 from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, own_block
 from utils.attention.gluon.backward.step3_warp_specialized import probabilities, store_rows
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, wait_products
@@ -53,7 +53,6 @@ def first_consumer(work, part, exchange, dv_desc):
 def second_consumer(work, part, exchange, dk_desc):
     """dP^T and dS^T, and dK."""
     p_tile, p_full, p_empty = exchange
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     dk = gl.zeros([64, 256], gl.float32, accumulator(256))
     mbarrier.wait(work.loaded.index(1), 0)
     v_left = work.v_rows(0).slice(0, 128, 1).load(left_operand(64))
@@ -64,7 +63,7 @@ def second_consumer(work, part, exchange, dk_desc):
         dp = dp - delta[None, :]
         work.do.release(i, True)
         mbarrier.wait(p_full, i & 1)
-        p = gl.convert_layout(from_fragments(p_tile.load(flat), 64), accumulator(64), assert_trivial=True)
+        p = gl.convert_layout(from_fragments(p_tile.load(FLAT), 64), accumulator(64), assert_trivial=True)
         async_copy.mbarrier_arrive(p_empty, increment_count=False)
         ds = gl.convert_layout((p * dp).to(dk_desc.dtype), left_operand(256))
         work.q.wait_full(i)
