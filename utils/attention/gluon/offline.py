@@ -47,16 +47,9 @@ def compile_step(
         raise ValueError(f"Steps 1 to 4 are causal or not; got the mask {mask!r}, which step 5 has.")
     plan = plan or plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
-    case = Case(mask, mask != "", offset)
     constants = {name.upper(): value for name, value in vars(plan).items()}  # BLOCK_N, STAGES, ...
-    constants |= {
-        "HEAD_DIM": head_dim,
-        "BLOCK_M": BLOCK_M,
-        "LSE": lse,
-        "PLAN": plan,
-        "CASE": case,
-        "CAUSAL": mask == "causal",
-    }
+    constants |= {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_M, "LSE": lse, "PLAN": plan}
+    constants |= {"CASE": Case(mask, mask != "", offset), "CAUSAL": mask == "causal"}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kinds = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr", "out_ptr"), f"*{dtype}")
     kinds |= {"lse_ptr": "*fp32", "schedule": "*i32", "c": "fp32"}

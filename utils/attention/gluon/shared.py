@@ -50,15 +50,15 @@ MINUS_INF = gl.constexpr(float("-inf"))
 
 
 @gluon.constexpr_function
-def accumulator(columns):
-    """Layout of a product [64, columns] in the registers of one warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def accumulator(columns, rows=64):
+    """Layout of a product [rows, columns] in registers: 64 rows for each warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
-def left_operand(columns):
-    """Layout of P as the left operand, in registers, of a product [64, columns]."""
-    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]), 2)
+def left_operand(columns, rows=64):
+    """Layout of P as the left operand, in registers, of a product [rows, columns]."""
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 16]), 2)
 
 
 @gluon.jit
@@ -105,21 +105,23 @@ def inverse_and_lse(m, total, c):
 
 
 @gluon.jit
-def start_scores(q, k, DEPTH: gl.constexpr = 0):
-    """Hand q @ k^T to the tensor cores, from zero. q: 64 rows in shared memory or registers; k: a tile in shared memory.
+def start_scores(q, k, DEPTH: gl.constexpr = 0, left=None):
+    """Hand q @ k^T to the tensor cores, from zero. q, 64 rows for each warpgroup, or its first columns `left` may be in registers.
 
     DEPTH: the columns that are multiplied, 80 or 96; 0: all. Tiles are zero behind them, and zeros take as long as other numbers.
     """
     ROWS: gl.constexpr = q.shape[0]
     COLUMNS: gl.constexpr = k.shape[0]
-    zero = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
+    if left is None:  # slices are powers of two: 64 columns, and 16 or 32
+        left = q if DEPTH == 0 else q.slice(0, 64, 1)
+    FIRST: gl.constexpr = left.shape[1]
+    REST: gl.constexpr = (DEPTH if DEPTH > 0 else q.shape[1]) - FIRST
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, ROWS))
     columns = k.permute([1, 0])
-    if DEPTH == 0:
-        return warpgroup_mma(q, columns, zero, use_acc=False, is_async=True)
-    else:  # slices are powers of two: 64 columns, and 16 or 32
-        REST: gl.constexpr = DEPTH - 64
-        s = warpgroup_mma(q.slice(0, 64, 1), columns.slice(0, 64, 0), zero, use_acc=False, is_async=True)
-        return warpgroup_mma(q.slice(64, REST, 1), columns.slice(64, REST, 0), s, is_async=True)
+    s = warpgroup_mma(left, columns.slice(0, FIRST, 0), zero, use_acc=False, is_async=True)
+    if REST > 0:
+        s = warpgroup_mma(q.slice(FIRST, REST, 1), columns.slice(FIRST, REST, 0), s, is_async=True)
+    return s
 
 
 @builtin

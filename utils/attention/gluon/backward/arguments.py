@@ -120,14 +120,8 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
     tensors: tuple[str, ...] = ("q", "dout", "k", "v", "dk", "dv", "lse2", "delta")
     plan, m, n = g.plan, g.plan.block_m, g.plan.block_n
     if step == 1:
-        constants = {"HEAD_DIM": g.q.shape[-1], "PLAN": plan}
-        return Launch(
-            "step1_atomics.attention_backward_step1",
-            (blocks[2], blocks[0]),
-            (*tensors, "sums"),
-            (*sizes, scale),
-            constants,
-        )
+        kernel, constants = "step1_atomics.attention_backward_step1", {"HEAD_DIM": g.q.shape[-1], "PLAN": plan}
+        return Launch(kernel, (blocks[2], blocks[0]), (*tensors, "sums"), (*sizes, scale), constants)
     if step == 3 or plan.block_d == 256:
         kernel = "wide_heads.attention_backward_wide"
         if step == 3:
@@ -145,10 +139,8 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
 def run(g: Gradients, launch: Launch) -> Handle | None:
     """Compile a kernel; return its launch, or run it and return None where it is simulated."""
     kernel, tensors = kernel_of(launch.kernel), arguments_of(g, launch)
-    rest, options = (
-        (*launch.numbers, *launch.constants.values()),
-        {"num_warps": launch.warps, "launch_pdl": launch.early},
-    )
+    rest = *launch.numbers, *launch.constants.values()
+    options = {"num_warps": launch.warps, "launch_pdl": launch.early}
     if not g.q.is_cuda:
         return kernel[launch.grid](*tensors, *rest, **options)
     compiled = narrowed(kernel.warmup(*tensors, *rest, grid=launch.grid, **options), launch.depth)

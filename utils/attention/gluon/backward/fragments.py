@@ -14,12 +14,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.backward.pipeline import LOG2_E, block_place
+from utils.attention.gluon.backward.pipeline import LOG2_E, SIZES, block_place
 from utils.attention.gluon.intervals import tile_entry
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 
 INFINITY = gl.constexpr(float("inf"))
-PLACES = ["o_batch", "o_head", "o_row", "do_batch", "do_head", "do_row"]
+FLAT = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # of the sums' order: four elements of each thread
 
 
 @gluon.jit
@@ -28,14 +28,13 @@ def to_fragments(x):
     blocks: gl.constexpr = x.shape[1] // 8
     # row = 16 warp + 8 half + high, column = 8 block + 2 low + pair; thread = 32 warp + 4 high + low
     flat = x.reshape([4, 2, 8, blocks, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * x.shape[1]])
-    return gl.convert_layout(flat, gl.BlockedLayout([4], [32], [4], [0]), assert_trivial=True)
+    return gl.convert_layout(flat, FLAT, assert_trivial=True)
 
 
 @gluon.jit
 def from_fragments(flat, N: gl.constexpr):
     """Undo `to_fragments`: [64 * N] -> [64, N], an accumulator's layout."""
-    x = flat.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, N])
-    return x
+    return flat.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, N])
 
 
 @gluon.constexpr_function
@@ -61,12 +60,11 @@ def to_halves(x):
 @gluon.jit
 def add_fragments(sums, x):
     """Add an accumulator [64, N] to 64 * N consecutive elements of the sums of dQ."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    at = sums + gl.arange(0, 64 * x.shape[1], layout)
+    at = sums + gl.arange(0, 64 * x.shape[1], FLAT)
     gl.atomic_add(at, to_fragments(x), sem="relaxed")
 
 
-@gluon.jit(do_not_specialize=[*PLACES, "sq", "heads", "head_dim", "width", "cleared"])
+@gluon.jit(do_not_specialize=SIZES)
 def start_backward(
     o_ptr,
     do_ptr,
@@ -96,7 +94,6 @@ def start_backward(
     width: columns of the sums in units of 64; 0 where dQ is not summed in memory. cleared: those that are cleared, in units of 8.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     let_next_launch_begin()
     tile = gl.program_id(0)
     rows = gl.num_programs(0) * 64
@@ -115,9 +112,9 @@ def start_backward(
     gl.store(counter_ptr, 0)
     sums = dq_sums_ptr + (head_total * gl.num_programs(0) + tile) * (width * 4096)
     for piece in range(width):
-        i = gl.arange(0, 4096, flat)
+        i = gl.arange(0, 4096, FLAT)
         # Eight columns follow each other; nobody reads those behind the head dimension.
-        gl.store(sums + piece * 4096 + i, gl.zeros([4096], gl.float32, flat), mask=i < (cleared - piece * 8) * 512)
+        gl.store(sums + piece * 4096 + i, gl.zeros([4096], gl.float32, FLAT), mask=i < (cleared - piece * 8) * 512)
     delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
     for column in range(128, head_dim * 8, 128):
         keep = (r < sq)[:, None] & (column + d < head_dim * 8)
@@ -133,13 +130,9 @@ def start_backward(
     gl.store(delta_ptr + head_total * rows + r, delta)
 
 
-NUMBERS = ["sq", "sk", "back", "head_dim", "width", "blocks_n", "section", "total", "whole", "pieces", "for_parts"]
-
-
 @gluon.jit
 def finish_part(parts_ptr, dv_ptr, dk_ptr, sizes, blocks, program, scale, TABLE: gl.constexpr):
     """Add up the pieces of 64 rows and 32 columns of dV or dK of a block of 128 keys, and store the sums' rows."""
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     sk, back, head_dim, width = sizes
     blocks_n, section, total, whole, pieces = blocks
@@ -147,8 +140,8 @@ def finish_part(parts_ptr, dv_ptr, dk_ptr, sizes, blocks, program, scale, TABLE:
     quarter = program // (width * 2) - own * 4  # dV and dK of the first 64 keys, dV and dK of the others
     column = program % (width * 2) * 32
     first = (own.to(gl.int64) * pieces * 4 + quarter) * (width * 4096) + column * 64
-    parts = parts_ptr + first + gl.arange(0, 2048, flat)
-    sums = gl.zeros([2048], gl.float32, flat)
+    parts = parts_ptr + first + gl.arange(0, 2048, FLAT)
+    sums = gl.zeros([2048], gl.float32, FLAT)
     for _piece in range(pieces):
         sums += gl.load(parts)
         parts += width * 16384
@@ -170,7 +163,6 @@ def finish_part(parts_ptr, dv_ptr, dk_ptr, sizes, blocks, program, scale, TABLE:
 @gluon.jit
 def finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, number, scale):
     """Scale piece `number` of the sums, 64 queries x 64 columns, and store it as rows of dQ."""
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tile = number // width
     piece = number - tile * width
@@ -179,7 +171,7 @@ def finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, number, scale):
     r = tile % tiles * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     d = piece * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     keep = (r < sq) & (d < head_dim * 8)
-    i = gl.arange(0, 4096, flat)
+    i = gl.arange(0, 4096, FLAT)
     # Eight columns follow each other. What lies behind the head dimension was not cleared either.
     sums = gl.load(sums_ptr + number.to(gl.int64) * 4096 + i, mask=i < (head_dim - piece * 8) * 512, other=0.0)
     dq = gl.convert_layout(from_fragments(sums, 64), layout)
@@ -187,7 +179,7 @@ def finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, number, scale):
     gl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=keep)
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=SIZES)
 def finish_backward(
     sums_ptr,
     dq_ptr,

@@ -77,12 +77,8 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
         if any(map(operator.is_not, fit, given)):  # TMA cannot address all of them
             dout, q, k, v, out, lse, seventh = fit
             return gradients(dout, None if dlse is None else seventh, q, k, v, out, lse, problem, step)
-        group = q.shape[1] // k.shape[1]
-        if (
-            q.shape[-1] > 128
-            and group > 1
-            and 2 * k.shape[0] * k.shape[1] * -(-k.shape[2] // 64) <= processors(q.device)
-        ):
+        group, blocks = q.shape[1] // k.shape[1], k.shape[0] * k.shape[1] * -(-k.shape[2] // 64)
+        if q.shape[-1] > 128 and group > 1 and 2 * blocks <= processors(q.device):
             # Few blocks of 64 keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
             keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
             dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, problem, step)

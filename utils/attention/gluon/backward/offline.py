@@ -26,10 +26,8 @@ def compile_backward(
     """
     from triton.runtime.jit import mangle_type
 
-    q, lse = (
-        torch.empty(1, 1, 128, head_dim, dtype=torch.bfloat16, device="meta"),
-        torch.empty(1, 1, 128, device="meta"),
-    )
+    q = torch.empty(1, 1, 128, head_dim, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, 1, 128, device="meta")
     packed = Packed(torch.empty(4, dtype=torch.int32, device="meta"), (1,)) if mask == "packed" else None
     g = Gradients(q, q, q, q, q, lse, None, plan_for(step, head_dim, deterministic, mask), 2)
     launch = launches(step, g, Order(1, 0, 2, 2), True, 0, 1.0, packed)[number]

@@ -61,10 +61,8 @@ def gradients_of(ctx, dout, dlse):
     # Gradients of gradients are asked for if gradients are on here; the forward pass has looked at q, k and v.
     if torch.is_grad_enabled() or observed(dout):
         problem = causal, scale, window, deterministic, list(lengths)
-        found = attention_gluon_backward(dout, dlse, q, k, v, out, lse, *problem)
-    else:
-        found = gradients(dout, dlse, q, k, v, out, lse, (causal, scale, window, deterministic, lengths))
-    return found
+        return attention_gluon_backward(dout, dlse, q, k, v, out, lse, *problem)
+    return gradients(dout, dlse, q, k, v, out, lse, (causal, scale, window, deterministic, lengths))
 
 
 class Attention(torch.autograd.Function):

@@ -43,11 +43,12 @@ def plan_for(step: int, head_dim: int, deterministic: bool = False, mask: str = 
     """
     if step not in STEPS:
         raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
-    if step < 6 and deterministic:
-        raise ValueError(f"Step {step} adds to dQ in any order; deterministic=True needs step 6, the default.")
-    if step < 6 and head_dim > 128:
-        raise ValueError(f"Step {step} takes head dimensions up to 128, not {head_dim}; take step 6, the default.")
     if step < 6:
+        if deterministic or head_dim > 128:
+            given = f"head dimension {head_dim}, deterministic={deterministic}"
+            raise ValueError(
+                f"Steps 1 and 3 take head dimensions up to 128, not deterministic; for {given} take step 6."
+            )
         return _FIRST if step == 1 else _TILES[128]
     tile = _TILES[block_head_dim(head_dim)]
     if tile.block_d == 256:

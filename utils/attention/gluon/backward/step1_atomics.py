@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils.attention.gluon.backward.fragments import add_fragments
 from utils.attention.gluon.backward.pipeline import LOG2_E, SIZES, make_sizes
-from utils.attention.gluon.shared import thread_barrier
+from utils.attention.gluon.shared import accumulator, thread_barrier
 from utils.attention.gluon.step1_synchronous import load_rows
 
 
@@ -56,11 +56,10 @@ def attention_backward_step1(
     """A block computes dK and dV of 64 keys of one head, and adds to dQ: grid (B * Hkv, blocks of keys)."""
     BLOCK_D: gl.constexpr = PLAN.block_d
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    output: gl.constexpr = accumulator(BLOCK_D)
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    queries: gl.constexpr = gl.SliceLayout(0, scores)
+    queries: gl.constexpr = gl.SliceLayout(0, accumulator(64))
     sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
 
     batch = gl.program_id(0) // kv_heads
@@ -91,7 +90,7 @@ def attention_backward_step1(
         # read what was there before.
         fence_async_shared()
         thread_barrier()  # without it a warp would multiply rows that another warp has not stored yet
-        zero = gl.zeros([64, 64], gl.float32, scores)
+        zero = gl.zeros([64, 64], gl.float32, accumulator(64))
         s = warpgroup_mma(k_tile, q_tile.permute([1, 0]), zero, use_acc=False)
         dp = warpgroup_mma(v_tile, do_tile.permute([1, 0]), zero, use_acc=False)
         at = row + gl.arange(0, 64, queries)

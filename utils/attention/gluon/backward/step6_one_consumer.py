@@ -26,13 +26,24 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from utils.attention.gluon.backward.fragments import to_halves
 from utils.attention.gluon.backward.pipeline import SIZES, Part, allocate_work, load_part, make_sizes, tma_add
 from utils.attention.gluon.backward.shares import make_share, store_part
-from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_store, wait_products, zero_columns
+from utils.attention.gluon.shared import (
+    accumulator,
+    left_operand,
+    meet,
+    pass_by,
+    start_scores,
+    thread_barrier,
+    tma_store,
+    wait_products,
+    zero_columns,
+)
 from utils.kernels.early_launch import let_next_launch_begin
 
 # The named barrier at which the consumer has left a tile's dQ in shared memory. Triton uses one for each partition, and two.
 LEFT = gl.constexpr(6)
 # In fp32: 0.695117, 0.227645, 0.077067, the least relative error on [0, 1) with a constant term of 1; 1.5 * 2^23; -127.
 _C1, _C2, _C3, _ROUND, _LEAST = "0f3F31F32D", "0f3E691BB9", "0f3D9DD568", "0f4B400000", "0fC2FE0000"
+EIGHT = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))  # registers of an assembly, and as many inputs
 
 
 @gluon.constexpr_function
@@ -60,11 +71,6 @@ def _exp2_asm():
     return " ".join([*lines, "}"])
 
 
-@gluon.constexpr_function
-def _exp2_constraints():
-    return ",".join(["=f"] * 8 + ["f"] * 8)
-
-
 @gluon.jit
 def exp2(x):
     """2^x, of each eight registers two on the multipliers, as in FlashAttention 4, and six by the exponential unit.
@@ -72,42 +78,7 @@ def exp2(x):
     2^x = 2^n * 2^f with n = floor(x) and 2^f = 1 + f (C1 + f (C2 + f C3)), within 8.6e-5: 1/22 of a rounding to bf16, 1/6 of
     one to fp16. n is added to the exponent's bits.
     """
-    return gl.inline_asm_elementwise(_exp2_asm(), _exp2_constraints(), [x], dtype=gl.float32, is_pure=True, pack=8)
-
-
-@gluon.constexpr_function
-def keys_layout(columns):
-    """Layout of a product [128 keys, columns]: 64 rows for each warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def keys_operand(columns):
-    """Layout of P^T or dS^T as the left operand, in registers, of a product [128 keys, columns]."""
-    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16]), 2)
-
-
-@gluon.constexpr_function
-def dq_layout(queries):
-    """Layout of dQ: 64 queries for each warpgroup, or 64 columns where a tile has 64 queries."""
-    return gl.NVMMADistributedLayout([3, 0], [8, 1] if queries == 128 else [4, 2], [16, 64, 16])
-
-
-@gluon.jit
-def start_transposed(rows, left, tile, DEPTH: gl.constexpr):
-    """Hand rows @ tile^T, S^T or dP^T of a tile's queries, to the tensor cores.
-
-    left: the first columns of `rows`, which may be in registers. DEPTH: the columns that are multiplied.
-    """
-    QUERIES: gl.constexpr = tile.shape[0]
-    FIRST: gl.constexpr = left.shape[1]
-    zero = gl.zeros([128, QUERIES], gl.float32, keys_layout(QUERIES))
-    columns = tile.permute([1, 0])
-    x = warpgroup_mma(left, columns.slice(0, FIRST, 0), zero, use_acc=False, is_async=True)
-    if FIRST < DEPTH:  # slices are powers of two: 64 columns, and 16, 32 or 64
-        REST: gl.constexpr = DEPTH - FIRST
-        x = warpgroup_mma(rows.slice(FIRST, REST, 1), columns.slice(FIRST, REST, 0), x, is_async=True)
-    return x
+    return gl.inline_asm_elementwise(_exp2_asm(), EIGHT, [x], dtype=gl.float32, is_pure=True, pack=8)
 
 
 @gluon.jit
@@ -118,18 +89,13 @@ def start_dq(work, ds):
     # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
     fence_async_shared()
     thread_barrier()  # the other warpgroup's keys are in dQ too
-    dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, dq_layout(BLOCK_M))
+    # 64 queries for each warpgroup, or 64 columns where a tile has 64 queries.
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1] if BLOCK_M == 128 else [4, 2], [16, 64, 16])
+    dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout)
     dq = warpgroup_mma(ds.permute([1, 0]), work.k.reshape([128, BLOCK_D]), dq, use_acc=False, is_async=True)
     # The compiler wants a barrier between this product and the next dS; here nobody waits for long.
     thread_barrier()
     return dq
-
-
-@gluon.jit
-def mask_queries(p, bounds, row):
-    """Zero the probabilities [keys, queries] of queries row.. that do not see a key; bounds: which queries see each key."""
-    layout: gl.constexpr = gl.SliceLayout(1, p.type.layout)
-    return zero_columns(p, bounds.index(0).load(layout) - row, bounds.index(1).load(layout) - row)
 
 
 @gluon.jit
@@ -153,21 +119,20 @@ def walk(work, ds_tiles, leave, bounds, v_left, state, lo, hi, number, MASK: gl.
     dtype: gl.constexpr = work.k.dtype
     k = work.k.reshape([128, BLOCK_D])
     v = work.v.index(0).reshape([128, BLOCK_D])
-    DEPTH: gl.constexpr = PLAN.depth if PLAN.depth > 0 else BLOCK_D
-    k_left = k.slice(0, 64, 1) if DEPTH < BLOCK_D else k
     dk, dv = state
     for m in range(lo, hi):
         i = number + m
         work.q.wait_full(i)
-        s = start_transposed(k, k_left, work.q.tile(i), DEPTH)
+        s = start_scores(k, work.q.tile(i), PLAN.depth)
         work.do.wait_full(i)
-        dp = start_transposed(v, v_left, work.do.tile(i), DEPTH)
+        dp = start_scores(v, work.do.tile(i), PLAN.depth, v_left)
         s = wait_products(s, 2 if BLOCK_D > 64 else 1, BLOCK_M)
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = exp2(s * work.c - lse2[None, :])
         if MASK:
-            p = mask_queries(p, bounds, m * BLOCK_M)
-        p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
+            keys: gl.constexpr = gl.SliceLayout(1, p.type.layout)
+            p = zero_columns(p, bounds.index(0).load(keys) - m * BLOCK_M, bounds.index(1).load(keys) - m * BLOCK_M)
+        p16 = gl.convert_layout(p.to(dtype), left_operand(BLOCK_D, 128))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
@@ -180,10 +145,10 @@ def walk(work, ds_tiles, leave, bounds, v_left, state, lo, hi, number, MASK: gl.
             dq = start_dq(work, ds_tile)
             dv = wait_products(dv, 1, BLOCK_D)
             work.do.release(i)
-            dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D, 128)), work.q.tile(i), dk, is_async=True)
+        if PLAN.dq:
             leave_dq(leave, wait_products(dq, 1, 64), i)
         else:
-            dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
             dv = wait_products(dv, 1, BLOCK_D)
             work.do.release(i, True)
         dk = wait_products(dk, 0, BLOCK_D)
@@ -197,8 +162,8 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
     BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
     part = share.read(turn, 8)
-    dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
-    dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
+    dk = gl.zeros([128, BLOCK_D], gl.float32, accumulator(BLOCK_D, 128))
+    dv = gl.zeros([128, BLOCK_D], gl.float32, accumulator(BLOCK_D, 128))
     if work.sizes.PLAN.mask != "":
         # Which queries see a key: found here while K comes, not by each loop. The last part's have been used, or there were none.
         keys = part.key + gl.arange(0, 128, gl.BlockedLayout([1], [32], [8], [0]))
@@ -212,7 +177,7 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     thread_barrier()
     v_left = work.v.index(0).reshape([128, BLOCK_D])
     if BLOCK_D > 64:
-        v_left = v_left.slice(0, 64, 1).load(keys_operand(BLOCK_M))
+        v_left = v_left.slice(0, 64, 1).load(left_operand(BLOCK_M, 128))
     state = (dk, dv)
     behind = done + part.count
     while done < behind:
@@ -336,7 +301,7 @@ def storing_warp(work, share, leave):
             key = share.next(turn, 1)
 
 
-@gluon.jit(do_not_specialize=[*SIZES, "eighths"])
+@gluon.jit(do_not_specialize=SIZES)
 def attention_backward_step6(
     q_desc,
     do_desc,

@@ -17,17 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma
 
-from utils.attention.gluon.backward.fragments import from_fragments, to_fragments
+from utils.attention.gluon.backward.fragments import FLAT, from_fragments, to_fragments
 from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, own_block
 from utils.attention.gluon.backward.step3_warp_specialized import probabilities, store_rows
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, wait_products
-
-
-@gluon.jit
-def start_transposed(rows, left, tile):
-    """Hand rows @ tile^T to the tensor cores, S^T or dP^T: a product of the columns in registers, and one of the others."""
-    x = start_scores(left, tile.slice(0, 128, 1))
-    return warpgroup_mma(rows.slice(128, 128, 1), tile.slice(128, 128, 1).permute([1, 0]), x, is_async=True)
 
 
 @gluon.jit
@@ -40,7 +33,7 @@ def first_consumer(work, part, exchange, dv_desc):
     k_left = work.k_rows(0).slice(0, 128, 1).load(left_operand(64))
     for i in range(part.count):
         work.q.wait_full(i)
-        s = wait_products(start_transposed(work.k_rows(0), k_left, work.q.tile(i)), 0, 64)
+        s = wait_products(start_scores(work.k_rows(0), work.q.tile(i), 0, k_left), 0, 64)
         p = probabilities(work, s, i, part.key, m * 64)
         work.q.release(i, True)
         mbarrier.wait(p_empty, (i & 1) ^ 1)  # the other consumer has read the last P
@@ -60,18 +53,17 @@ def first_consumer(work, part, exchange, dv_desc):
 def second_consumer(work, part, exchange, dk_desc):
     """dP^T and dS^T, and dK."""
     p_tile, p_full, p_empty = exchange
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     dk = gl.zeros([64, 256], gl.float32, accumulator(256))
     mbarrier.wait(work.loaded.index(1), 0)
     v_left = work.v_rows(0).slice(0, 128, 1).load(left_operand(64))
     for i in range(part.count):
         work.do.wait_full(i)
-        dp = wait_products(start_transposed(work.v_rows(0), v_left, work.do.tile(i)), 0, 64)
+        dp = wait_products(start_scores(work.v_rows(0), work.do.tile(i), 0, v_left), 0, 64)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, dp.type.layout))
         dp = dp - delta[None, :]
         work.do.release(i, True)
         mbarrier.wait(p_full, i & 1)
-        p = gl.convert_layout(from_fragments(p_tile.load(flat), 64), accumulator(64), assert_trivial=True)
+        p = gl.convert_layout(from_fragments(p_tile.load(FLAT), 64), accumulator(64), assert_trivial=True)
         async_copy.mbarrier_arrive(p_empty, increment_count=False)
         ds = gl.convert_layout((p * dp).to(dk_desc.dtype), left_operand(256))
         work.q.wait_full(i)
