@@ -3,7 +3,7 @@
 A check calls a proxy as if it were the student's function. The arguments travel as data, the function runs in the
 student's process, and its result comes back as plain data. What a check can observe of a call in its own process, it
 observes of this one, too: inputs that were written to are written here, exceptions carry the student's lines, and the
-modes that the check has on (`OperationWatch`, dispatch modes of its own) see the operators that ran there.
+check's watches (`OperationWatch`) see the operators that ran there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from instructor.grading.submission.conditions import describe_mode, sdpa_switches, update_mode, without_private
+from instructor.grading.submission.conditions import describe_watch, sdpa_backends, update_watch
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import rebuild_block_mask
@@ -33,6 +33,7 @@ TOO_MANY = (
     "this call runs more than some 200,000 operators of torch, and the check looks at the size of each. Let an operator work on "
     "more numbers at once."
 )
+_OF_FLEX = "TransformGetItemToIndex"  # the mode under which FlexAttention calls masks
 _MALFORMED = (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
 _FILE_NAME = re.compile(r"\w[\w-]{0,60}\.(?:json|csv|txt)")  # of a file that a check has a student's function write
 
@@ -235,18 +236,19 @@ class Remote:
             raise CannotTravel(str(error)) from None
 
     def _call(self, number: int | Callable | list, args: tuple, kwargs: dict, in_vmaps: vmaps.Vmaps):
-        dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
-        watches = [mode for mode in dispatch if type(mode) is watching.OperationWatch]
-        others = [mode for mode in dispatch if type(mode) is not watching.OperationWatch]
-        shipped = [*others, *(mode for mode in functions if type(mode) is not watching._Calls)]
+        modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+        watches = [mode for mode in modes if type(mode) is watching.OperationWatch]
+        names = {type(mode).__name__ for mode in modes}
+        if strange := names - {"OperationWatch", "_Calls", _OF_FLEX}:
+            raise CannotTravel(f"its mode {min(strange)} sees nothing of a call in another process")
         encode = self.encoder(bool(in_vmaps))
         conditions = {
             "grad": torch.is_grad_enabled(),
             "fill": torch.are_deterministic_algorithms_enabled(),
-            "watches": [describe_mode(watch) for watch in watches],
-            "sdpa": sdpa_switches(),
+            "flex": _OF_FLEX in names,
+            "watches": [describe_watch(watch) for watch in watches],
+            "sdpa": sdpa_backends(),
             "silent": bool(warnings.filters) and warnings.filters[0][0] == "ignore",  # the caller hides warnings
-            "modes": self._encode(encode.by_value, [without_private(mode) for mode in shipped]),
         }
         message = {
             "op": "call",
@@ -262,8 +264,8 @@ class Remote:
             decode = self._take_effects(reply, blobs)
             if reply["seen"] is None:
                 raise _mark_as_students(RuntimeError(TOO_MANY))
-            for mode, text in zip([*others, *watches], reply["seen"], strict=True):
-                update_mode(mode, text)
+            for watch, text in zip(watches, reply["seen"], strict=True):
+                update_watch(watch, text)
             value = self._conclude(reply, decode)
         for argument in args:
             if isinstance(argument, str) and _FILE_NAME.fullmatch(argument):
@@ -312,7 +314,7 @@ class Remote:
         encode = self.encoder(bool(in_vmaps))
         try:
             # What the check's own functions do is not the student's: no mode of the check sees it.
-            with _disable_current_modes(), _indices(bool(in_vmaps)):
+            with _disable_current_modes():
                 value = next(target) if message["next"] is True else vmaps.mapped(target, args, kwargs, in_vmaps)
             node = self._encode(encode, value)
             reply = {"op": "value", "value": node, "updates": self._updates(encode)}
@@ -333,15 +335,6 @@ def _reading() -> Iterator[None]:
             if getattr(error, "remote", False):  # the student's own exception
                 raise
             raise Gone("protocol", f"{type(error).__name__}: {error}"[-1500:]) from None
-
-
-def _indices(in_vmap: bool):
-    """Let `x[i]` read a tensor with a tensor for an index, as it can where FlexAttention calls a mask."""
-    if not in_vmap:
-        return contextlib.nullcontext()
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    return TransformGetItemToIndex()
 
 
 class _Names(dict):

@@ -18,15 +18,14 @@ import warnings
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from instructor.grading.sandbox import tampering
 from instructor.grading.sandbox.walls import SCRATCH, address_space
 from instructor.grading.submission.conditions import (
     MAX_SEEN,
-    describe_mode,
+    describe_watch,
     no_modes,
-    sdpa_switches,
+    sdpa_backends,
     set_conditions,
     uncompiled_flex,
     watch_of,
@@ -171,7 +170,7 @@ class Student:
         return {"op": "replaced"}, []
 
     def do_call(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Call an object of this side, under the modes and vmaps that the checker has on."""
+        """Call an object of this side, under the watches and vmaps that the checker has on."""
         shown = self.outputs
         with vmaps.leave_levels(), no_modes(), uncompiled_flex():  # a callback may ask in the middle of another call
             try:
@@ -187,14 +186,14 @@ class Student:
         target = self.objects[target] if type(target) is int else decode(target)
         args, kwargs = decode(message["args"]), decode(message["kwargs"])
         conditions = message["conditions"]
-        modes = [*decode(conditions["modes"]), *map(watch_of, conditions["watches"])]
+        watches = [watch_of(text) for text in conditions["watches"]]
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
         raised = value = None
         with contextlib.ExitStack() as stack:
             set_conditions(stack, conditions)
-            for mode in modes:
-                stack.enter_context(mode)
+            for watch in watches:
+                stack.enter_context(watch)
             stack.enter_context(warnings.catch_warnings())  # what a call leaves is told below, and undone
             if conditions["silent"]:
                 warnings.simplefilter("ignore")
@@ -206,7 +205,7 @@ class Student:
                     raise
                 raised = error
             finally:
-                left = [sdpa_switches() != conditions["sdpa"], list(warnings.filters) != filters]
+                left = [sdpa_backends() != conditions["sdpa"], list(warnings.filters) != filters]
         reply: dict = {"op": "raised" if raised is not None else "result"}
         encode = self._encoder()
         if raised is not None:
@@ -214,7 +213,7 @@ class Student:
         else:
             reply["value"] = encode(value)
         reply["mutated"] = self._mutations(encode)
-        seen = [describe_mode(mode) for mode in modes if isinstance(mode, TorchDispatchMode)]
+        seen = [describe_watch(watch) for watch in watches]
         reply["seen"] = seen if sum(map(len, seen)) <= MAX_SEEN else None
         reply["left"] = left
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
