@@ -2,14 +2,13 @@
 
 A check calls a proxy as if it were the student's function. The arguments travel as data, the function runs in the
 student's process, and its result comes back as plain data. What a check can observe of a call in its own process, it
-observes of this one, too: inputs that were written to are written here, exceptions carry the student's lines, and the
+observes of this one, too: inputs that were written to change here, exceptions carry the student's lines, and the
 check's watches (`OperationWatch`) see the operators that ran there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,7 +34,6 @@ TOO_MANY = (
 )
 _OF_FLEX = "TransformGetItemToIndex"  # the mode under which FlexAttention calls masks
 _MALFORMED = (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
-_FILE_NAME = re.compile(r"\w[\w-]{0,60}\.(?:json|csv|txt)")  # of a file that a check has a student's function write
 
 
 class Gone(BaseException):
@@ -156,15 +154,12 @@ class Remote:
                 encode.known = known
         return changed
 
-    def _apply(self, changed, decode: Decoder) -> None:
-        """Write to the tensors that were written to on the student's side."""
-        for key, node in changed:
-            tensor, new = self.tensors[key], decode(node)
+    def _change(self, written: list) -> None:
+        """Give other values to the tensors that were written to on the student's side: which ones, no check asks."""
+        for key in written:
+            tensor = self.tensors[key]
             with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
-                if new.shape == tensor.shape and new.dtype == tensor.dtype:
-                    tensor.copy_(new)
-                else:  # reshaped in place: the check's own tensor keeps its shape, and gets other values than before
-                    tensor.copy_(~tensor if tensor.dtype is torch.bool else tensor + 1)
+                tensor.copy_(tensor == 0)
             self.versions[key] = tensor._version
 
     def get(self, cell: str, names: list[str]) -> dict:
@@ -194,8 +189,7 @@ class Remote:
             raise WireError("an object without a number or a kind")
         name = fields["name"] if isinstance(fields["name"], str) and fields["name"].isidentifier() else "answer"
         if kind == "other":
-            name = str(fields["type"])
-            return _Profile.__new__(_Profile) if name == "profile" else type(name, (_Opaque,), {})()
+            return type(str(fields["type"]), (_Opaque,), {})()
         if fields["answered"] is not True:
 
             def proxy(*args, **kwargs):
@@ -266,11 +260,7 @@ class Remote:
                 raise _mark_as_students(RuntimeError(TOO_MANY))
             for watch, text in zip(watches, reply["seen"], strict=True):
                 update_watch(watch, text)
-            value = self._conclude(reply, decode)
-        for argument in args:
-            if isinstance(argument, str) and _FILE_NAME.fullmatch(argument):
-                self.fetch(argument)  # the call may have written it
-        return value
+            return self._conclude(reply, decode)
 
     def fetch(self, name: str) -> bytes | None:
         """Bring a file of the student's process into this one's folder, as data; None if there is none."""
@@ -285,7 +275,7 @@ class Remote:
         if reply["op"] == "unsendable":
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
         decode = self.decoder(blobs)
-        self._apply(reply["mutated"], decode)
+        self._change(reply["written"])
         other_switches, other_filters = reply["left"]
         if other_switches is True:  # a check asks whether SDPA's backends are as before, and not what they are
             torch.backends.cuda.enable_flash_sdp(not torch.backends.cuda.flash_sdp_enabled())
@@ -308,7 +298,7 @@ class Remote:
         in_vmaps = message["vmaps"]
         decode = self.decoder(blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            self._apply(message["mutated"], decode)
+            self._change(message["written"])
             target = self.objects[message["id"]]
             args, kwargs = decode(message["args"]), decode(message["kwargs"])
         encode = self.encoder(bool(in_vmaps))
@@ -356,10 +346,6 @@ class _Names(dict):
     def update(self, values):  # type: ignore[override]
         if values:
             self.remote.replace(values)
-
-
-class _Profile(torch.profiler.profile):
-    """A profiler of the student's process; what it recorded is in the trace that it wrote, or in what they return."""
 
 
 class _Opaque:

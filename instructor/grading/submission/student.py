@@ -212,7 +212,7 @@ class Student:
             reply["error"] = describe_error(raised)
         else:
             reply["value"] = encode(value)
-        reply["mutated"] = self._mutations(encode)
+        reply["written"] = self._written()
         seen = [describe_watch(watch) for watch in watches]
         reply["seen"] = seen if sum(map(len, seen)) <= MAX_SEEN else None
         reply["left"] = left
@@ -291,7 +291,7 @@ class Student:
         message = {"op": "callback", "id": number, "next": step, "vmaps": in_vmaps}
         with torch._C.DisableTorchFunction(), quiet():
             encode = self._encoder()
-            message |= {"args": encode(args), "kwargs": encode(kwargs), "mutated": self._mutations(encode, True)}
+            message |= {"args": encode(args), "kwargs": encode(kwargs), "written": self._written(True)}
             self.channel.send(message, encode.blobs)
         while True:
             reply, blobs = self.channel.receive()
@@ -305,28 +305,19 @@ class Student:
                 raise nearest_error(reply["error"]["kinds"], reply["error"]["words"])
             return decode(reply["value"])
 
-    def _mutations(self, encode: Encoder, during: bool = False) -> list:
-        """The checker's tensors that were written to here.
+    def _written(self, during: bool = False) -> list[int]:
+        """The numbers of the checker's tensors that were written to here, moved to other memory or seen as another shape.
 
         Args:
-            encode: what encodes them.
             during: the call goes on. To read a GPU's memory is a copy, which a profiler of the student's would count: those wait for the end.
         """
-        changed = []
         profiled = during and torch.autograd._profiler_enabled()
+        written = []
         for key, tensor in self.tensors.items():
-            if profiled and tensor.is_cuda:
-                continue
-            now = _state_of(tensor)
-            if now != self.sent[key]:
-                moved = now[1:] != self.sent[key][1:]
+            if not (profiled and tensor.is_cuda) and (now := _state_of(tensor)) != self.sent[key]:
                 self.sent[key] = now
-                # Its numbers travel: as a tensor that the other side has, it would be the old one there.
-                before, (encode.known, encode.shared) = (encode.known, encode.shared), (None, None)
-                # On other memory, or seen as another shape, it is not the tensor that was given: the other side's gets other values.
-                changed.append([key, encode(tensor.new_empty(0) if moved else tensor.detach())])
-                encode.known, encode.shared = before
-        return changed
+                written.append(key)
+        return written
 
     def _apply(self, updates: list, decode: StudentDecoder) -> None:
         """Tensors that the checker wrote to since it sent them."""

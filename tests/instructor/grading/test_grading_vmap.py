@@ -259,9 +259,9 @@ def test_forged_views_are_refused(view):
     [
         {"value": ["tensor", {"dtype": "bool", "shape": [], "stride": None, "device": "meta", "grad": False}]},
         {"value": ["known", 99]},
-        {"mutated": [[99, None]]},
+        {"written": [99]},
         {"value": ["object", {"id": 5, "kind": "block_mask", "parts": {"mask_mod": None}}]},
-        {"op": "callback", "id": 0, "vmaps": [], "mutated": [], "args": ["tuple", []], "kwargs": ["dict", []]},
+        {"op": "callback", "id": 0, "vmaps": [], "written": [], "args": ["tuple", []], "kwargs": ["dict", []]},
     ],
 )
 def test_a_forged_reply_under_vmap_ends_the_question_and_not_the_run(change):
@@ -273,7 +273,7 @@ def test_a_forged_reply_under_vmap_ends_the_question_and_not_the_run(change):
             said = {"id": 1, "kind": "function", "name": "f", "answered": True, "parameters": [["x", 1, False]]}
             while True:
                 message, _ = peer.receive()
-                reply = {"op": "result", "n": message["n"], "mutated": [], "value": None}
+                reply = {"op": "result", "n": message["n"], "written": [], "value": None}
                 if message["op"] == "get":
                     reply |= {"op": "values", "values": {"f": ["object", said]}}
                 peer.send(reply if message["op"] == "get" else {**reply, **change})
