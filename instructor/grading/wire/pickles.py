@@ -50,8 +50,8 @@ class CheckEncoder(Encoder):
             return None
         if (reference := _reference(part)) is not None:
             return ["ref", *reference]
-        if self.handle is None:
-            raise WireError(f"a {type(part).__name__} cannot travel")
+        if self.handle is None or isinstance(part, type):
+            raise WireError(f"a {getattr(part, '__name__', type(part).__name__)} cannot travel")
         return self.handle(part)
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
