@@ -16,7 +16,7 @@ import nbformat
 from instructor.build import PUBLIC, QUOTE_LENGTH, ROOT, Built, notebook_text, secret_lines
 from instructor.grading.submission.results import GradingError
 from instructor.points import lab_names, lab_path
-from instructor.source import REGIONS, Cell, find_regions, read_lab
+from instructor.source import Cell, find_regions, read_lab
 from utils.files import write_whole
 
 # What students get, beside the notebook and a README of their own; everything else stays here.
@@ -173,9 +173,6 @@ def find_leaks(files: dict[str, bytes], secrets: Secrets) -> list[Leak]:
             if name.endswith(".ipynb"):
                 whole = " ".join(map(_squeezed, text.splitlines()))
                 leaks += [Leak(name, line, origin) for line, origin in secrets.lines.items() if line in whole]
-            for kind in REGIONS:
-                if name.endswith(".ipynb") and (f"BEGIN {kind}" in text or f"END {kind}" in text):
-                    leaks.append(Leak(name, f"BEGIN {kind}", "a marker of the source"))
     return list(dict.fromkeys(leaks))
 
 
