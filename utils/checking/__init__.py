@@ -18,13 +18,4 @@ from utils.checking.verdicts import (
     quiet_stderr,
     visible,
 )
-from utils.checking.watching import (
-    DERIVATIVES,
-    FUSED_ATTENTION,
-    GELU,
-    MATMUL,
-    SOFTMAX,
-    OperationWatch,
-    forbid,
-    forbid_leaving,
-)
+from utils.checking.watching import DERIVATIVES, FUSED_ATTENTION, GELU, MATMUL, SOFTMAX, OperationWatch

@@ -147,7 +147,7 @@ class _Unfinished:
         raise NotImplementedError()
 
 
-@pytest.mark.parametrize("value", [None, ..., _stub, _stub_with_start, _stub_generator, _Unfinished, _Unfinished().run])
+@pytest.mark.parametrize("value", [None, ..., _stub, _stub_with_start, _stub_generator, _Unfinished().run])
 def test_not_answered(value):
     assert not is_answered(value)
 
