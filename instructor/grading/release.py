@@ -65,10 +65,6 @@ ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ")  # zip, gzip, bzip2, xz
 _STAMP = (2024, 1, 1, 0, 0, 0)  # the same bundle has the same bytes
 
 
-class ReleaseError(GradingError):
-    """A bundle that may not be given out; the message names each place."""
-
-
 @dataclass(frozen=True)
 class Leak:
     """A secret line in the bundle."""
@@ -179,7 +175,7 @@ def find_leaks(files: dict[str, bytes], secrets: Secrets) -> list[Leak]:
 def _texts(name: str, data: bytes):
     """Yield the text of a file, and the strings of one that is JSON."""
     if data.startswith(ARCHIVES):
-        raise ReleaseError(f"{name} is an archive, which cannot be looked through: leave it out of the bundle.")
+        raise GradingError(f"{name} is an archive, which cannot be looked through: leave it out of the bundle.")
     text = data.decode("utf-8", errors="replace")
     yield text
     if text.lstrip()[:1] in ("{", "["):
@@ -213,7 +209,7 @@ class Bundle:
 def release(built: Built, target: Path) -> Bundle:
     """Write the bundle of a lab as a zip into `target`.
 
-    `ReleaseError` if a line of a solution or hidden test is anywhere in it where `SHARED` does not explain it.
+    `GradingError` if a line of a solution or hidden test is anywhere in it where `SHARED` does not explain it.
     """
     files = bundle_files(built)
     found = find_leaks(files, secrets_of_all_labs())
@@ -221,7 +217,7 @@ def release(built: Built, target: Path) -> Bundle:
     leaks = [leak for leak in found if (leak.file, leak.line) not in SHARED]
     if leaks:
         shown = "\n".join(f"  {leak}" for leak in leaks[:20])
-        raise ReleaseError(f"{len(leaks)} secret lines are in the bundle of {built.name}:\n{shown}")
+        raise GradingError(f"{len(leaks)} secret lines are in the bundle of {built.name}:\n{shown}")
     path = target / f"{built.name}.zip"
     write_whole(path, packed(files, built.name))
     return Bundle(path, len(files), shared)
@@ -230,7 +226,7 @@ def release(built: Built, target: Path) -> Bundle:
 def worked_solutions(built: Built) -> str:
     """Return a lab's notebook with its answers, and without hidden tests, marking schemes and nbgrader's metadata.
 
-    `ReleaseError` if a line of a hidden test or a marking scheme of any lab, or of another lab's answer, is in it.
+    `GradingError` if a line of a hidden test or a marking scheme of any lab, or of another lab's answer, is in it.
     """
     notebook = nbformat.reads(built.instructor, as_version=4)
     answers: list[str] = []  # the lines that may be given out now
@@ -261,7 +257,7 @@ def worked_solutions(built: Built) -> str:
     leaks = [leak for leak in found if _squeezed(leak.line) not in own and _squeezed(leak.line) not in whole]
     if leaks:
         shown = "\n".join(f"  {leak}" for leak in leaks[:20])
-        raise ReleaseError(f"{len(leaks)} secret lines are in the worked solutions of {built.name}:\n{shown}")
+        raise GradingError(f"{len(leaks)} secret lines are in the worked solutions of {built.name}:\n{shown}")
     return text
 
 

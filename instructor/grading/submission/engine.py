@@ -46,10 +46,6 @@ GRACE = 120.0  # seconds in addition, for starting, reading and writing
 # ---- warm processes ----------------------------------------------------------------------------------------------
 
 
-class OutOfTime(GradingError):
-    """A submission used up its time; to try it again would take as long."""
-
-
 class Zygote:
     """A warm process for one lab: it has imported the libraries and run the lab's setup."""
 
@@ -120,7 +116,8 @@ class Zygote:
             channel.send({"op": "grade"}, [pickle.dumps(job)], deadline)
             answer, blobs = channel.receive(deadline)
         except TooLate:
-            raise OutOfTime(f"the submission took longer than the {seconds:.0f} s that it may take in all") from None
+            why = f"the submission took longer than the {seconds:.0f} s that it may take in all"
+            return not_graded(job.built, job.student, "not graded", why)  # it would take as long a second time
         except (OSError, Closed):
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
@@ -264,10 +261,7 @@ def grade_notebook(
     data = notebook.encode("utf-8", errors="surrogatepass") if isinstance(notebook, str) else notebook
     total = total_seconds(calibration.seconds, timeout)
     job = Job(built, student, data, timeout, total)
-    try:
-        return zygote(built, limits).grade(job, total + GRACE)
-    except OutOfTime as late:  # it would take as long a second time
-        return not_graded(built, student, "not graded", str(late))
+    return zygote(built, limits).grade(job, total + GRACE)
 
 
 def total_seconds(model_seconds: float, timeout: float) -> float:
