@@ -203,10 +203,10 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backen
         return None
     if not causal.__class__ is return_lse.__class__ is bool:
         return None
-    if scale.__class__ not in _NUMBERS or window.__class__ not in _WHOLE_NUMBERS:
-        return None
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None  # fake tensors and vmap: their tensors have no memory that a kernel could read
+    if scale.__class__ not in _NUMBERS or window.__class__ not in _WHOLE_NUMBERS:
+        return None
     try:
         hash((mask_mod, score_mod, backend))
         return backend, causal, scale, window, mask_mod, score_mod, return_lse, needs_grad(q, k, v), layout(q, k, v)

@@ -56,11 +56,12 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
 
 def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Attend | None:
     """Return the kept launch for tensors of this layout; None if the call must go through `_run`, as for a gradient."""
-    if decodes(problem) or problem.needs_grad or problem.with_lse or problem.scale <= 0:
+    if decodes(problem) or problem.needs_grad or problem.scale <= 0:
         return None
-    from utils.attention.gluon.launch import repeat
+    from utils.attention.gluon.launch import kept_launch
 
-    return repeat(q, k, v, problem.causal, problem.scale, problem.window or 0, problem.lengths)
+    options = problem.causal, problem.scale, problem.window or 0, problem.with_lse, problem.lengths
+    return kept_launch(q, k, v, *options)
 
 
 # ---- Blackwell ---------------------------------------------------------------------------------------------
