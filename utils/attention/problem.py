@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,8 +21,7 @@ from utils.attention.masks.mask_mods import (
     at_offset,
     both,
     causal,
-    dense_mask,
-    different_masks,
+    document_lengths,
     evaluate,
     name_of,
     nearby,
@@ -137,15 +135,6 @@ def _mask_function(is_causal: bool, window: int | None, offset: int, mask_mod: M
     return own if mask_mod is None else both(own, mask_mod)
 
 
-def document_lengths(mask_mod: Any, tokens: int) -> tuple[int, ...]:
-    """Return the lengths of the documents of a mask; () if it is another mask, or its document numbers are on the GPU."""
-    if getattr(mask_mod, "kind", "") == "documents":
-        count, rest = divmod(tokens, mask_mod.span)
-        return (mask_mod.span,) * count + ((rest,) if rest else ())
-    lengths = getattr(mask_mod, "lengths", ()) if getattr(mask_mod, "kind", "") == "documents_by_ids" else ()
-    return lengths if sum(lengths) == tokens else ()
-
-
 def make_problem(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -193,7 +182,8 @@ def make_problem(
     for name, mod in (("mask_mod", mask_mod), ("score_mod", score_mod)):
         if mod is not None and (not callable(mod) or mod.__hash__ is None):
             raise TypeError(f"{name} must be None or a hashable function of indices; its type is {type(mod).__name__}.")
-    if mask_mod is not None or score_mod is not None:
+    # Under fake tensors and vmap, whoever set them up may count the calls.
+    if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
         _try_once(mask_mod, score_mod, q.device)
     scale = head_dim**-0.5 if scale is None else _finite(scale)
     shape = batch, heads, kv_heads, sq, sk, head_dim
@@ -222,61 +212,23 @@ def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
 
 
 def _finite(scale: float) -> float:
-    try:
-        number = float(scale)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"scale must be None or a finite number; it is {scale!r}.")
-    return number
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if math.isfinite(number := float(scale)):
+            return number
+    raise ValueError(f"scale must be None or a finite number; it is {scale!r}.")
 
 
-_tried: weakref.WeakSet = weakref.WeakSet()
-
-
+@functools.lru_cache(maxsize=64)  # functions that are new here
 def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torch.device) -> None:
-    """Call functions that are new here for one pair: an error if they raise, or return no mask, or no score.
+    """Call functions for one pair: an error if they raise, or return no mask, or no score.
 
     The compiled FlexAttention takes a modifier that returns None for one that changes nothing.
     """
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return  # fake tensors and vmap: whoever set them up may count the calls
-    index = functools.partial(torch.zeros, 1, dtype=torch.int32, device=device)
-    trials = (
-        (mask_mod, lambda mod: evaluate(mod, index(), index())),
-        (score_mod, lambda mod: modify_scores(mod, torch.zeros(1, 1, device=device))),
-    )
-    for mod, trial in trials:
-        if mod is None or mod in _tried:
-            continue
-        trial(mod)
-        with contextlib.suppress(TypeError):  # some callables take no weak reference
-            _tried.add(mod)
-
-
-def allowed_keys(problem: Problem) -> torch.Tensor | None:
-    """Return the whole mask, True where a query sees a key; None if every query sees every key.
-
-    It is (Sq, Sk) if it is the same for all sequences and heads, else (B, H, Sq, Sk), with B or H one where it is the same.
-    """
-    mask, sq, sk, device, allowed = problem.mask_mod, problem.sq, problem.sk, problem.device, None
-    if mask is not None:
-        sequences, heads = different_masks(mask, problem.batch, problem.heads, device)
-        each = [dense_mask(mask, sq, sk, device, b, h) for b in range(sequences) for h in range(heads)]
-        allowed = each[0] if len(each) == 1 else torch.stack(each).view(sequences, heads, sq, sk)
-    queries, keys = (torch.arange(n, device=device) for n in (sq, sk))
-    return visible_pairs(problem, queries, keys, allowed)
-
-
-def visible_pairs(problem: Problem, queries, keys, allowed: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the pairs of `allowed` (None: all) that `causal` and `window` let through; None: all."""
-    if not problem.causal and problem.window is None:
-        return allowed
-    distance = queries[:, None] + (problem.sk - problem.sq) - keys  # the last query is at the last key
-    keep = torch.ones_like(distance, dtype=torch.bool) if allowed is None else allowed
-    if problem.causal:
-        keep = keep & (distance >= 0)
-    return keep if problem.window is None else keep & (distance.abs() < problem.window)
+    if mask_mod is not None:
+        index = torch.zeros(1, dtype=torch.int32, device=device)
+        evaluate(mask_mod, index, index)
+    if score_mod is not None:
+        modify_scores(score_mod, torch.zeros(1, 1, device=device))
 
 
 # ---- backends ----------------------------------------------------------------------------------------------
@@ -298,8 +250,7 @@ class Options:
     @property
     def given(self) -> tuple[str, ...]:
         """The names of the options that the caller gave."""
-        names = ("block_size", "mode", "kernel_options")
-        return tuple(name for name in names if getattr(self, name) is not None)
+        return tuple(x for x in ("block_size", "mode", "kernel_options") if getattr(self, x) is not None)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -335,9 +286,6 @@ class Bound:
     again: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Attend] | None = None
 
 
-Form = Callable[[Problem], Problem | None]  # a problem as a kernel sees it; None if the kernel cannot
-
-
 @dataclass(frozen=True)
 class Backend:
     """One way to compute attention: `run` of a kernel that knows no functions, `bind` of all others.
@@ -369,7 +317,7 @@ class Backend:
     bind: Callable[[Problem, Options], Bound] | None = None
     run: Callable[..., Any] | None = None
     again: Callable[..., Attend | None] = lambda q, k, v, problem: None
-    form: Form = Problem.plain
+    form: Callable[[Problem], Problem | None] = Problem.plain
     largest_head: int = 0
     cpu_operators: str = ""
     implementation: Callable[[], str] = lambda: ""

@@ -19,17 +19,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils.attention.masks.mask_mods import name_of
-from utils.attention.problem import (
-    Attend,
-    Backend,
-    Bound,
-    Options,
-    Problem,
-    Refused,
-    allowed_keys,
-    on_plain_shapes,
-    positive_scale,
-)
+from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused, on_plain_shapes, positive_scale
+from utils.attention.reference import allowed_keys
 from utils.machine.device import Support
 from utils.validation import first_line
 
