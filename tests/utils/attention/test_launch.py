@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 import random
+import types
 import weakref
 
 import pytest
@@ -39,11 +40,8 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
 
     class Recorder:
         def __getitem__(self, grid):
-            def call(*args, **kwargs):
-                kwargs.pop("num_warps")
-                calls.append((grid, inspect.signature(real.fn).bind(*args, **kwargs).arguments))
-
-            return call
+            bind = inspect.signature(real.fn).bind
+            return lambda *args, num_warps, **constants: calls.append((grid, bind(*args, **constants).arguments))
 
     monkeypatch.setattr(module, f"attention_step{step}", Recorder())
     monkeypatch.setattr(launch, "processors", lambda device: 132)
@@ -219,6 +217,21 @@ def test_inputs_that_tma_cannot_address_are_copied():
     ):
         copy = launch.addressable(view)
         assert torch.equal(copy, view) and copy.data_ptr() % 16 == 0 and copy.is_contiguous()
+
+
+def test_a_kept_launch_gets_copies_of_such_inputs(monkeypatch):
+    made, again = [], lambda *tensors: made.append(tensors)
+    monkeypatch.setattr(launch, "step_module", lambda step: types.SimpleNamespace(launch=lambda arguments: again))
+    monkeypatch.setattr(launch, "empty", lambda forms, index: [torch.empty(shape) for shape, *_ in forms])
+    monkeypatch.setattr(launch, "KEPT", {})
+    x = torch.randn(1, 2, 16, 64).bfloat16()
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+    for q in (x, shifted):
+        out, lse = launch.run_step(q, x, x, True, 0.1, 0, True, 5)
+    ((q, k, *_),) = made  # of the second call: the first one was launched
+    assert q.data_ptr() % 16 == 0 and torch.equal(q, x) and k is x and (out.shape, lse.shape) == (x.shape, (1, 2, 16))
+    with pytest.raises(ValueError, match="multiple of 8"):
+        launch.run_step(*[x[..., :60].contiguous()] * 3, True, 0.1, 0, True, 5)
 
 
 @pytest.mark.parametrize("head_dim, variant", [(64, ""), (64, "few"), (128, ""), (256, "")])
