@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from utils.checking import expect_items, expect_number
-from utils.checking.answers import by_value as by_value
 from utils.checking.memory import expect_follows_device as expect_follows_device
 from utils.checking.memory import poisoned_memory as poisoned_memory
 

@@ -88,9 +88,8 @@ def grade(
     ] = None,
 ) -> None:
     """Grade the submissions for a lab, each isolated, into nbgrader's gradebook; interrupted, it goes on next time."""
-    for package in ("distributed", "cloudpickle"):
-        if find_spec(package) is None:
-            raise GradingError(f"grading needs {package}, which is not installed here: pip install -e '.[grading]'.")
+    if find_spec("distributed") is None:
+        raise GradingError("grading needs distributed, which is not installed here: pip install -e '.[grading]'.")
     from instructor.grading.class_.dates import read_date, time_zone
     from instructor.grading.class_.lock import only_grader
     from instructor.grading.sandbox.walls import Limits

@@ -144,7 +144,6 @@ def race(
     ] = False,
 ) -> None:
     """Time the class's kernels of lab 3, Question 5.3, on this machine's GPU, each call with fresh inputs and checked."""
-    from instructor.build import ROOT
     from instructor.grading.class_.intake import submissions
     from instructor.grading.race import problem
     from instructor.grading.race import race as racing
@@ -152,13 +151,13 @@ def race(
 
     if _name(lab) != "lab3_gluon":
         raise GradingError(f"{lab} has no race: lab3_gluon has.")
+    built = _build(lab)
     found = submissions(course_folder, "lab3_gluon")
-    entries = [racing.entry_of_notebook(s.student, s.path.read_bytes()) for s in found]
+    entries = [racing.entry_of(built, s.student, s.path.read_bytes()) for s in found]
     about = {"clock": "the simulator's model cycles"} if simulate else racing.expect_gpu()
-    model = racing.model_answer((ROOT / "instructor/labs/lab3_gluon.py").read_text(encoding="utf-8"))
     shapes = (problem.SIMULATED,) if simulate else problem.TIMED
     tail = problem.SIMULATED_TAIL if simulate else problem.TAIL
-    one = racing.Race(model, simulator=simulate, shapes=shapes, tail=tail, pairs=pairs)
+    one = racing.Race(racing.model_answer(built), simulator=simulate, shapes=shapes, tail=tail, pairs=pairs)
     try:
         results = racing.race_class(
             one, entries, lambda r: typer.echo(f"{for_terminal(r.student)} {'refused' if r.refused else 'done'}")

@@ -61,18 +61,11 @@ class Answer:
 leaves_inputs = Answer  # a check's word for it where a question has no rule, or a function returned the answer
 
 
-def by_value(function: Callable) -> Callable:
-    """Mark a check's function that must run in the answer's process, such as one that profiles the answer.
-
-    The grader sends the function, with what it refers to, into the student's process, so it must not contain anything
-    that gives an answer away. A function that it refers to and that has no mark stays with the check and is called there.
-    """
-    function.travels_by_value = True  # type: ignore[attr-defined]
-    return function
-
-
 def run_beside(function: Callable) -> Callable[..., Any]:
-    """Return what calls a part of a check, as `(part, *arguments)`, in the process where an answer runs: for a grader another one."""
+    """Return what calls a part of a check, as `(part, *arguments)`, in the process where an answer runs: for a grader another one.
+
+    The part is a function of `utils`, which that process can import.
+    """
     return getattr(function, "remote_run", None) or (lambda part, *args: part(*args))
 
 

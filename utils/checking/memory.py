@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.overrides import TorchFunctionMode
 
+from utils.checking.answers import run_beside
+
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
@@ -29,17 +31,23 @@ class _ScalarsOfNothing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def expect_follows_device(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...], what: str) -> None:
+def _on_meta(function: Callable[..., torch.Tensor], inputs: list) -> torch.Tensor:
+    with _ScalarsOfNothing():
+        return function(*inputs)
+
+
+def expect_follows_device(function: Callable[..., torch.Tensor], *arguments: tuple[int, ...] | int, what: str) -> None:
     """Assert that the result is on the device of the inputs, with inputs on a device that is not the default one.
+
+    A tuple among the arguments is the shape of an input.
 
     That device is "meta": tensors with shapes and without values, which every machine has. A function that needs values of
     its inputs, for example to branch on them, cannot run there and is not judged.
     """
-    inputs = [torch.empty(*shape, device="meta") for shape in shapes]
+    inputs = [torch.empty(*given, device="meta") if isinstance(given, tuple) else given for given in arguments]
     hint = "Create tensors with device=a.device (the device of the input): on a GPU they must not land on the CPU."
     try:
-        with _ScalarsOfNothing():
-            result = function(*inputs)
+        result = run_beside(function)(_on_meta, function, inputs)
     except Exception as error:
         if "same device" not in str(error):
             return

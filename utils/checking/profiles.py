@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,14 +17,15 @@ from utils.checking.authors import is_students
 _KINDS = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
 
 
-def profile_on_pretended_gpu(answer: Callable, operator: str, repeats: int, file: str) -> tuple[Any, list[str], bool]:
+def profile_on_pretended_gpu(answer: Callable, operator: str, repeats: int) -> tuple[str, str, list[str], bool]:
     """Call `answer(fn, file)` where its code is told that there is a GPU; it runs in the answer's process.
 
     `fn`, which the answer profiles, runs a function of torch with one argument `repeats` times.
 
     Returns:
-        What the answer returned; the order of its calls of `fn` ("fn"), its waits for the GPU ("wait"), by the course's
-        `synchronize` or by torch's, and the profiler's steps ("step"); and whether it asked for a GPU's kernels.
+        The type that the answer returned, "profile" for a profiler of torch's; the text of the file, "" if it wrote none; the
+        order of its calls of `fn` ("fn"), its waits for the GPU ("wait"), by the course's `synchronize` or by torch's, and the
+        profiler's steps ("step"); and whether it asked for a GPU's kernels.
     """
     x, calls, asked = torch.rand(64), list[str](), list[bool]()
     real_profile, real_available, real_wait = torch.profiler.profile, torch.cuda.is_available, torch.cuda.synchronize
@@ -49,7 +52,6 @@ def profile_on_pretended_gpu(answer: Callable, operator: str, repeats: int, file
             calls.append("step")
             super().step()
 
-    Profile.__name__ = "profile"  # by which the grader knows the one that an answer returns
     # A notebook's, where torch's functions may have other names.
     names: dict[str, Any] = getattr(answer, "__globals__", {})
     course = {"synchronize": synchronize, "on_gpu": True, "device": torch.device("cuda")}
@@ -67,5 +69,7 @@ def profile_on_pretended_gpu(answer: Callable, operator: str, repeats: int, file
         ):
             pretence.enter_context(mock.patch.object(owner, name, value))
         pretence.enter_context(mock.patch.dict(names, found))
-        result = answer(fn, file)
-    return result, calls, any(asked)
+        file = Path(pretence.enter_context(tempfile.TemporaryDirectory()), "trace.json")
+        result = answer(fn, str(file))
+        text = file.read_text(errors="replace") if file.exists() else ""
+    return "profile" if isinstance(result, real_profile) else type(result).__name__, text, calls, any(asked)

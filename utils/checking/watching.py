@@ -107,6 +107,7 @@ class OperationWatch(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True  # flex_attention and the like arrive here instead of raising
+    SEEN = ("operations", "calls", "exits", "custom", "borrowed", "lines", "largest", "products", "steps")
 
     def __init__(self) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ def gemm_tiled(gemm_tiled, seed=None):
     what = "gemm_tiled of transposed views, with a NaN in row 1 of a,"
     expect_product(in_tiles(gemm_tiled, 4, 4, 4), a, b, what, hint)
     expect_wide_accumulator(gemm_tiled, *narrow, (16, 16, 16))
-    expect_follows_device(lambda x, y: gemm_tiled(x, y, 2, 2, 2), (3, 5), (5, 4), what="gemm_tiled(a, b)")
+    expect_follows_device(gemm_tiled, (3, 5), (5, 4), 2, 2, 2, what="gemm_tiled(a, b)")
 
 
 def _expect_tiles_used(gemm_tiled, draw: Draw) -> None:

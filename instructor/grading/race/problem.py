@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-KERNEL = "attention"
 FILE = "lab3_overlap.py"
 CELL = "q5_3"
 TILE_ROWS = 64  # queries of one consumer

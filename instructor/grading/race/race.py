@@ -12,13 +12,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 
+from instructor.build import Built
+from instructor.course import answered_notebook
 from instructor.grading.class_.gradebook import as_csv
-from instructor.grading.race.compiling import Kernel, Refused, compile_text, read_file
+from instructor.grading.race.compiling import Kernel, Refused, compile_text
 from instructor.grading.race.problem import CELL, FILE, TAIL, TIMED, Shape, reference_rows, rows_to_read
 from instructor.grading.race.track import Call, Seen, Track, TrackError
+from instructor.grading.submission.plan import Unreadable, make_plan
 from utils.benchmark.intervals import speedup, speedup_interval
 from utils.files import write_whole
 
@@ -118,9 +122,8 @@ class Race:
         self.track: Track | None = None
 
     def prepare(self, source: str) -> Kernel | str:
-        """Return what a track loads: machine code, or for the simulator the text, read as strictly."""
+        """Return what a track loads: machine code, or for the simulator the text, which it reads as strictly."""
         if self.simulator:
-            read_file(source)
             return source
         kernel = compile_text(source, self.shapes[0])
         if hasattr(self, "reference") and kernel.descriptors != self.reference.descriptors:  # type: ignore[union-attr]
@@ -255,40 +258,21 @@ def expect_right(call: Call, seen: Seen, device: torch.device | str, most_flops_
 # ---- entries -----------------------------------------------------------------------------------------------------------
 
 
-def entry_of_notebook(student: str, data: bytes) -> Entry:
-    """Return the entry of a submitted notebook: the text of its cell for Question 5.3."""
+def entry_of(built: Built, student: str, submission: bytes) -> Entry:
+    """Return the entry of a submission: the text of its cell for Question 5.3."""
     try:
-        notebook = json.loads(data)
-        for cell in notebook["cells"]:
-            if cell.get("metadata", {}).get("nbgrader", {}).get("grade_id") == CELL:
-                text = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
-                first, _, rest = text.lstrip().partition("\n")
-                if first.split() != ["%%writefile", FILE]:
-                    return Entry(student, None, f"the cell of Question 5.3 does not begin with %%writefile {FILE}.")
-                return _answered(student, rest + "\n")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return Entry(student, None, "the notebook cannot be read.")
-    return Entry(student, None, "the notebook has no cell for Question 5.3.")
+        steps = make_plan(built, submission).steps
+    except Unreadable as error:
+        return Entry(student, None, str(error))
+    first, _, text = next(step.source for step in steps if step.name == CELL).lstrip().partition("\n")
+    if first.split() != ["%%writefile", FILE]:
+        return Entry(student, None, f"the cell of Question 5.3 does not begin with %%writefile {FILE}.")
+    return Entry(student, text + "\n")
 
 
-def _answered(student: str, text: str) -> Entry:
-    from utils.checking.verdicts import raises_not_implemented
-
-    try:
-        open_still = raises_not_implemented(text)
-    except SyntaxError:
-        open_still = False
-    return Entry(student, None, "Question 5.3 is not answered.") if open_still else Entry(student, text)
-
-
-def model_answer(lab_source: str) -> str:
-    """Return the file of Question 5.3 from the text of the lab's source."""
-    import jupytext
-
-    entry = entry_of_notebook("the lab", json.dumps(jupytext.reads(lab_source, fmt="py:percent")).encode())
-    if entry.source is None:
-        raise Refused(entry.why)
-    return entry.source
+def model_answer(built: Built) -> str:
+    """Return the lab's own file for Question 5.3."""
+    return cast(str, entry_of(built, "the lab", answered_notebook(built).encode()).source)
 
 
 # ---- the class ---------------------------------------------------------------------------------------------------------

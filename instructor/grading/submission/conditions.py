@@ -1,28 +1,20 @@
-"""A call of a student's function: torch's state is the checker's, and the check's modes, whose data travel to and fro, see what runs."""
+"""A call of a student's function: torch's state is the checker's, and the check's watches, whose data travel to and fro, see what runs."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import sys
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 from instructor.grading.wire.channel import WireError
 from utils.checking import poisoned_memory
 from utils.checking.watching import OperationWatch
 
-MAX_SEEN = 20_000_000  # characters of what a mode may have seen in one call: 200,000 operators and their shapes
-
-
-class _Nothing(TorchDispatchMode):
-    """A mode without data of its own."""
-
-
-_OF_TORCH = vars(_Nothing()).keys()
+MAX_SEEN = 20_000_000  # characters of what a watch may have seen in one call: 200,000 operators and their shapes
 
 # ---- the state of torch ---------------------------------------------------------------------------------------------
 
@@ -32,26 +24,16 @@ def set_conditions(stack: contextlib.ExitStack, conditions: dict) -> None:
     stack.enter_context(torch.set_grad_enabled(conditions["grad"]))
     if conditions["fill"]:
         stack.enter_context(poisoned_memory())
-    if (wanted := conditions["sdpa"]) != (now := sdpa_switches()):
-        stack.callback(set_sdpa_switches, now)
-        set_sdpa_switches(wanted)
+    stack.enter_context(sdpa_kernel([SDPBackend.__members__[name] for name in conditions["sdpa"]], set_priority=True))
+    if conditions["flex"]:
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+        stack.enter_context(TransformGetItemToIndex())
 
 
-_SDPA = ("flash", "mem_efficient", "math", "cudnn")
-
-
-def sdpa_switches() -> list:
-    """Which backends of SDPA torch may use, and the order in which it asks them."""
-    flags = [bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")()) for name in _SDPA]
-    return [flags, [int(n) for n in torch._C._get_sdp_priority_order()]]
-
-
-def set_sdpa_switches(switches: list) -> None:
-    """Undo changes since `sdpa_switches`."""
-    flags, order = switches
-    for name, allowed in zip(_SDPA, flags, strict=True):
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(allowed)
-    torch._C._set_sdp_priority_order(order)
+def sdpa_backends() -> list[str]:
+    """The backends of SDPA that torch may use, in the order in which it asks them."""
+    return [backend.name for backend in _cur_sdpa_kernel_backends(with_priority=True)]
 
 
 @contextlib.contextmanager
@@ -77,46 +59,30 @@ def uncompiled_flex() -> contextlib.AbstractContextManager:
     return mock.patch.object(module, name, True) if hasattr(module, name) else contextlib.nullcontext()
 
 
-# ---- what ran: in the student's process ------------------------------------------------------------------------
+# ---- what ran ------------------------------------------------------------------------------------------------------
 
 
-def _attributes(mode: object) -> dict:
-    """What a mode has seen: its public attributes, all of them data."""
-    return {name: value for name, value in vars(mode).items() if name[0] != "_" and name not in _OF_TORCH}
-
-
-def describe_mode(mode: object) -> str:
-    """What a mode of the check has seen in the student's process, as JSON."""
-    return json.dumps(_attributes(mode))
+def describe_watch(watch: OperationWatch) -> str:
+    """What a watch has seen until now, as JSON."""
+    return json.dumps({name: getattr(watch, name) for name in OperationWatch.SEEN})
 
 
 def watch_of(text: str) -> OperationWatch:
     """A watch that goes on from what a watch of the check has seen."""
-    update_mode(watch := OperationWatch(), text)
+    update_watch(watch := OperationWatch(), text)
     return watch
 
 
-# ---- what ran: in the checker's process ------------------------------------------------------------------------------------
-
-
-def without_private(mode: object) -> object:
-    """A copy of a mode that has forgotten the objects of this process which it knows, such as tensors by their ids."""
-    made = copy.copy(mode)
-    for name, value in vars(made).items():
-        if name[0] == "_" and isinstance(value, dict | list | set):
-            vars(made)[name] = type(value)()
-    return made
-
-
-def update_mode(mode: object, text: str) -> None:
-    """Give a mode of the check what it saw in the student's process, from where the text may be forged."""
-    fields, known = json.loads(text), _attributes(mode)
-    if {name: type(value) for name, value in fields.items()} != {name: type(value) for name, value in known.items()}:
-        raise WireError("a mode with other attributes than it has")
+def update_watch(watch: OperationWatch, text: str) -> None:
+    """Give a watch of the check what it saw in the student's process, from where the text may be forged."""
+    fields = json.loads(text)
+    known = {name: type(getattr(watch, name)) for name in OperationWatch.SEEN}
+    if {name: type(value) for name, value in fields.items()} != known:
+        raise WireError("a watch with other attributes than it has")
     for name, value in fields.items():
-        setattr(mode, name, list(_tuples(value)) if isinstance(value, list) else value)
+        setattr(watch, name, list(_tuples(value)) if isinstance(value, list) else value)
 
 
 def _tuples(value: list) -> tuple:
-    """Lists as tuples: JSON does not tell them apart, and what a mode lists does not change."""
+    """Lists as tuples: JSON does not tell them apart, and what a watch lists does not change."""
     return tuple([_tuples(item) if type(item) is list else item for item in value])

@@ -2,14 +2,13 @@
 
 A check calls a proxy as if it were the student's function. The arguments travel as data, the function runs in the
 student's process, and its result comes back as plain data. What a check can observe of a call in its own process, it
-observes of this one, too: inputs that were written to are written here, exceptions carry the student's lines, and the
-modes that the check has on (`OperationWatch`, dispatch modes of its own) see the operators that ran there.
+observes of this one, too: inputs that were written to change here, exceptions carry the student's lines, and the
+check's watches (`OperationWatch`) see the operators that ran there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from instructor.grading.submission.conditions import describe_mode, sdpa_switches, update_mode, without_private
+from instructor.grading.submission.conditions import describe_watch, sdpa_backends, update_watch
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import rebuild_block_mask
@@ -33,8 +32,8 @@ TOO_MANY = (
     "this call runs more than some 200,000 operators of torch, and the check looks at the size of each. Let an operator work on "
     "more numbers at once."
 )
+_OF_FLEX = "TransformGetItemToIndex"  # the mode under which FlexAttention calls masks
 _MALFORMED = (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
-_FILE_NAME = re.compile(r"\w[\w-]{0,60}\.(?:json|csv|txt)")  # of a file that a check has a student's function write
 
 
 class Gone(BaseException):
@@ -155,15 +154,12 @@ class Remote:
                 encode.known = known
         return changed
 
-    def _apply(self, changed, decode: Decoder) -> None:
-        """Write to the tensors that were written to on the student's side."""
-        for key, node in changed:
-            tensor, new = self.tensors[key], decode(node)
+    def _change(self, written: list) -> None:
+        """Give other values to the tensors that were written to on the student's side: which ones, no check asks."""
+        for key in written:
+            tensor = self.tensors[key]
             with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
-                if new.shape == tensor.shape and new.dtype == tensor.dtype:
-                    tensor.copy_(new)
-                else:  # reshaped in place: the check's own tensor keeps its shape, and gets other values than before
-                    tensor.copy_(~tensor if tensor.dtype is torch.bool else tensor + 1)
+                tensor.copy_(tensor == 0)
             self.versions[key] = tensor._version
 
     def get(self, cell: str, names: list[str]) -> dict:
@@ -193,8 +189,7 @@ class Remote:
             raise WireError("an object without a number or a kind")
         name = fields["name"] if isinstance(fields["name"], str) and fields["name"].isidentifier() else "answer"
         if kind == "other":
-            name = str(fields["type"])
-            return _Profile.__new__(_Profile) if name == "profile" else type(name, (_Opaque,), {})()
+            return type(str(fields["type"]), (_Opaque,), {})()
         if fields["answered"] is not True:
 
             def proxy(*args, **kwargs):
@@ -235,18 +230,19 @@ class Remote:
             raise CannotTravel(str(error)) from None
 
     def _call(self, number: int | Callable | list, args: tuple, kwargs: dict, in_vmaps: vmaps.Vmaps):
-        dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
-        watches = [mode for mode in dispatch if type(mode) is watching.OperationWatch]
-        others = [mode for mode in dispatch if type(mode) is not watching.OperationWatch]
-        shipped = [*others, *(mode for mode in functions if type(mode) is not watching._Calls)]
+        modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+        watches = [mode for mode in modes if type(mode) is watching.OperationWatch]
+        names = {type(mode).__name__ for mode in modes}
+        if strange := names - {"OperationWatch", "_Calls", _OF_FLEX}:
+            raise CannotTravel(f"its mode {min(strange)} sees nothing of a call in another process")
         encode = self.encoder(bool(in_vmaps))
         conditions = {
             "grad": torch.is_grad_enabled(),
             "fill": torch.are_deterministic_algorithms_enabled(),
-            "watches": [describe_mode(watch) for watch in watches],
-            "sdpa": sdpa_switches(),
+            "flex": _OF_FLEX in names,
+            "watches": [describe_watch(watch) for watch in watches],
+            "sdpa": sdpa_backends(),
             "silent": bool(warnings.filters) and warnings.filters[0][0] == "ignore",  # the caller hides warnings
-            "modes": self._encode(encode.by_value, [without_private(mode) for mode in shipped]),
         }
         message = {
             "op": "call",
@@ -262,13 +258,9 @@ class Remote:
             decode = self._take_effects(reply, blobs)
             if reply["seen"] is None:
                 raise _mark_as_students(RuntimeError(TOO_MANY))
-            for mode, text in zip([*others, *watches], reply["seen"], strict=True):
-                update_mode(mode, text)
-            value = self._conclude(reply, decode)
-        for argument in args:
-            if isinstance(argument, str) and _FILE_NAME.fullmatch(argument):
-                self.fetch(argument)  # the call may have written it
-        return value
+            for watch, text in zip(watches, reply["seen"], strict=True):
+                update_watch(watch, text)
+            return self._conclude(reply, decode)
 
     def fetch(self, name: str) -> bytes | None:
         """Bring a file of the student's process into this one's folder, as data; None if there is none."""
@@ -283,7 +275,7 @@ class Remote:
         if reply["op"] == "unsendable":
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
         decode = self.decoder(blobs)
-        self._apply(reply["mutated"], decode)
+        self._change(reply["written"])
         other_switches, other_filters = reply["left"]
         if other_switches is True:  # a check asks whether SDPA's backends are as before, and not what they are
             torch.backends.cuda.enable_flash_sdp(not torch.backends.cuda.flash_sdp_enabled())
@@ -306,13 +298,13 @@ class Remote:
         in_vmaps = message["vmaps"]
         decode = self.decoder(blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            self._apply(message["mutated"], decode)
+            self._change(message["written"])
             target = self.objects[message["id"]]
             args, kwargs = decode(message["args"]), decode(message["kwargs"])
         encode = self.encoder(bool(in_vmaps))
         try:
             # What the check's own functions do is not the student's: no mode of the check sees it.
-            with _disable_current_modes(), _indices(bool(in_vmaps)):
+            with _disable_current_modes():
                 value = next(target) if message["next"] is True else vmaps.mapped(target, args, kwargs, in_vmaps)
             node = self._encode(encode, value)
             reply = {"op": "value", "value": node, "updates": self._updates(encode)}
@@ -335,15 +327,6 @@ def _reading() -> Iterator[None]:
             raise Gone("protocol", f"{type(error).__name__}: {error}"[-1500:]) from None
 
 
-def _indices(in_vmap: bool):
-    """Let `x[i]` read a tensor with a tensor for an index, as it can where FlexAttention calls a mask."""
-    if not in_vmap:
-        return contextlib.nullcontext()
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    return TransformGetItemToIndex()
-
-
 class _Names(dict):
     """The `__globals__` of a student's function: by `update` or by `[]`, a check replaces earlier answers in the notebook."""
 
@@ -363,10 +346,6 @@ class _Names(dict):
     def update(self, values):  # type: ignore[override]
         if values:
             self.remote.replace(values)
-
-
-class _Profile(torch.profiler.profile):
-    """A profiler of the student's process; what it recorded is in the trace that it wrote, or in what they return."""
 
 
 class _Opaque:

@@ -11,7 +11,7 @@ from pathlib import Path
 from instructor.build import ROOT, Built
 
 FOLDERS = ("utils", "instructor/grading/sandbox", "instructor/grading/submission", "instructor/grading/wire")
-LIBRARIES = ("torch", "triton", "transformers", "numpy", "pandas", "nbformat", "ipython", "cloudpickle")
+LIBRARIES = ("torch", "triton", "transformers", "numpy", "pandas", "nbformat", "ipython")
 
 
 def fingerprint(built: Built) -> str:

@@ -18,15 +18,14 @@ import warnings
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from instructor.grading.sandbox import tampering
 from instructor.grading.sandbox.walls import SCRATCH, address_space
 from instructor.grading.submission.conditions import (
     MAX_SEEN,
-    describe_mode,
+    describe_watch,
     no_modes,
-    sdpa_switches,
+    sdpa_backends,
     set_conditions,
     uncompiled_flex,
     watch_of,
@@ -171,7 +170,7 @@ class Student:
         return {"op": "replaced"}, []
 
     def do_call(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Call an object of this side, under the modes and vmaps that the checker has on."""
+        """Call an object of this side, under the watches and vmaps that the checker has on."""
         shown = self.outputs
         with vmaps.leave_levels(), no_modes(), uncompiled_flex():  # a callback may ask in the middle of another call
             try:
@@ -187,14 +186,14 @@ class Student:
         target = self.objects[target] if type(target) is int else decode(target)
         args, kwargs = decode(message["args"]), decode(message["kwargs"])
         conditions = message["conditions"]
-        modes = [*decode(conditions["modes"]), *map(watch_of, conditions["watches"])]
+        watches = [watch_of(text) for text in conditions["watches"]]
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
         raised = value = None
         with contextlib.ExitStack() as stack:
             set_conditions(stack, conditions)
-            for mode in modes:
-                stack.enter_context(mode)
+            for watch in watches:
+                stack.enter_context(watch)
             stack.enter_context(warnings.catch_warnings())  # what a call leaves is told below, and undone
             if conditions["silent"]:
                 warnings.simplefilter("ignore")
@@ -206,15 +205,15 @@ class Student:
                     raise
                 raised = error
             finally:
-                left = [sdpa_switches() != conditions["sdpa"], list(warnings.filters) != filters]
+                left = [sdpa_backends() != conditions["sdpa"], list(warnings.filters) != filters]
         reply: dict = {"op": "raised" if raised is not None else "result"}
         encode = self._encoder()
         if raised is not None:
             reply["error"] = describe_error(raised)
         else:
             reply["value"] = encode(value)
-        reply["mutated"] = self._mutations(encode)
-        seen = [describe_mode(mode) for mode in modes if isinstance(mode, TorchDispatchMode)]
+        reply["written"] = self._written()
+        seen = [describe_watch(watch) for watch in watches]
         reply["seen"] = seen if sum(map(len, seen)) <= MAX_SEEN else None
         reply["left"] = left
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
@@ -292,7 +291,7 @@ class Student:
         message = {"op": "callback", "id": number, "next": step, "vmaps": in_vmaps}
         with torch._C.DisableTorchFunction(), quiet():
             encode = self._encoder()
-            message |= {"args": encode(args), "kwargs": encode(kwargs), "mutated": self._mutations(encode, True)}
+            message |= {"args": encode(args), "kwargs": encode(kwargs), "written": self._written(True)}
             self.channel.send(message, encode.blobs)
         while True:
             reply, blobs = self.channel.receive()
@@ -306,28 +305,19 @@ class Student:
                 raise nearest_error(reply["error"]["kinds"], reply["error"]["words"])
             return decode(reply["value"])
 
-    def _mutations(self, encode: Encoder, during: bool = False) -> list:
-        """The checker's tensors that were written to here.
+    def _written(self, during: bool = False) -> list[int]:
+        """The numbers of the checker's tensors that were written to here, moved to other memory or seen as another shape.
 
         Args:
-            encode: what encodes them.
             during: the call goes on. To read a GPU's memory is a copy, which a profiler of the student's would count: those wait for the end.
         """
-        changed = []
         profiled = during and torch.autograd._profiler_enabled()
+        written = []
         for key, tensor in self.tensors.items():
-            if profiled and tensor.is_cuda:
-                continue
-            now = _state_of(tensor)
-            if now != self.sent[key]:
-                moved = now[1:] != self.sent[key][1:]
+            if not (profiled and tensor.is_cuda) and (now := _state_of(tensor)) != self.sent[key]:
                 self.sent[key] = now
-                # Its numbers travel: as a tensor that the other side has, it would be the old one there.
-                before, (encode.known, encode.shared) = (encode.known, encode.shared), (None, None)
-                # On other memory, or seen as another shape, it is not the tensor that was given: the other side's gets other values.
-                changed.append([key, encode(tensor.new_empty(0) if moved else tensor.detach())])
-                encode.known, encode.shared = before
-        return changed
+                written.append(key)
+        return written
 
     def _apply(self, updates: list, decode: StudentDecoder) -> None:
         """Tensors that the checker wrote to since it sent them."""

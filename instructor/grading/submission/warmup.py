@@ -13,7 +13,7 @@ from instructor.grading.submission.outputs import Outputs
 from instructor.grading.submission.results import WarmUp
 
 PRELOADED = (  # modules that labs and checks import
-    *("matplotlib.pyplot", "matplotlib_inline.backend_inline", "pandas", "transformers", "cloudpickle", "linecache"),
+    *("matplotlib.pyplot", "matplotlib_inline.backend_inline", "pandas", "transformers", "linecache"),
     *("torch.profiler", "torch.utils.flop_counter", "torch.nn.attention", "importlib.util"),
     *("utils.model", "transformers.models.gemma3.modeling_gemma3"),
 )

@@ -1,9 +1,7 @@
 """What the checker sends to a student's process: a pickle, since whatever a check hands over is no secret.
 
-Tensors, functions and iterators are nodes in it, as `values` has them. A function of the check stays with
-the check and is called from afar. Those that the other side can import are named, and those that a check marks
-(`by_value` in `utils.checking`) travel by their code: a profiler or a FLOP counter of the student's would see nothing of
-a call from afar. A marked function holds no expected value, since a student can read what travels.
+Tensors, functions and iterators are nodes in it, as `values` has them. Functions and classes that the other side can
+import are named; any other function stays with the check and is called from afar.
 """
 
 from __future__ import annotations
@@ -12,18 +10,12 @@ import importlib
 import io
 import pickle
 import sys
-import types
 from collections.abc import Callable, Iterator
 
-import cloudpickle
 import torch
 
-import instructor.checks
 from instructor.grading.wire.channel import WireError
 from instructor.grading.wire.values import Decoder, Encoder
-
-MARK = "travels_by_value"
-cloudpickle.register_pickle_by_value(instructor.checks)  # the student's process cannot import it
 
 
 class CheckEncoder(Encoder):
@@ -33,12 +25,8 @@ class CheckEncoder(Encoder):
         """The node of a value; its bytes are added to `blobs`."""
         return self._pickled(value, self._node)
 
-    def by_value(self, value) -> list:
-        """The node of objects that travel with all of their code, such as a check's modes."""
-        return self._pickled(value, lambda part: None)
-
     def _pickled(self, value, node: Callable) -> list:
-        class Pickler(cloudpickle.Pickler):
+        class Pickler(pickle.Pickler):
             def persistent_id(self, part):
                 return node(part)
 
@@ -58,30 +46,20 @@ class CheckEncoder(Encoder):
         return self._function(part)
 
     def _function(self, part) -> list | None:
-        if isinstance(part, type | staticmethod | classmethod) or not (callable(part) or isinstance(part, Iterator)):
-            return None
-        if isinstance(part, types.FunctionType) and (MARK in vars(part) or _is_method(part)):
-            return None
-        if isinstance(part, torch.nn.Module):  # the one that is pickled, and those in it
+        if isinstance(part, torch.nn.Module) or not (callable(part) or isinstance(part, Iterator)):
             return None
         if (reference := _reference(part)) is not None:
             return ["ref", *reference]
-        if self.handle is None:
-            raise WireError(f"a {type(part).__name__} cannot travel")
+        if self.handle is None or isinstance(part, type):
+            raise WireError(f"a {getattr(part, '__name__', type(part).__name__)} cannot travel")
         return self.handle(part)
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
 
-def _is_method(function: types.FunctionType) -> bool:
-    """True for a function in the body of a class, which travels with the class; one in `[lambda: 1 for x in y]` is none."""
-    name = function.__qualname__.rpartition("<locals>.")[2]
-    return "." in name and "<" not in name
-
-
 def _reference(value) -> tuple[str, str] | None:
-    """Module and name of a function that the other side can import itself; the instructor's are not."""
+    """Module and name of a function or class that the other side can import itself; the instructor's are not."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(name, str) or "<" in name:
         return None

@@ -96,8 +96,8 @@ CHEATS = [
     File(
         "the result of the last call is returned",
         at_end("KEPT = {}\ndef attention(*args):\n    KEPT.setdefault(1, args)"),
-        "text",
-        "2 times",
+        "compiled",
+        "gluon.jit",
     ),
     File(
         "an output that computes when it is read",
@@ -128,10 +128,15 @@ CHEATS = [
         "text",
     ),
     # assembly
-    File("assembly stores to an address", asm('"st.global.f32 [0], $1; mov.f32 $0, $1;"'), "text", "`st`"),
-    File("assembly put together", asm('"s" + "t.global.f32 [0], $1; mov.f32 $0, $1;"'), "text", "as text"),
-    File("assembly ends the block early", asm('"exit; mov.f32 $0, $1;"'), "text", "`exit`"),
-    File("assembly lets the next kernel begin", asm('"griddepcontrol.launch_dependents; mov.f32 $0, $1;"'), "text"),
+    File("assembly stores to an address", asm('"st.global.f32 [0], $1; mov.f32 $0, $1;"'), "compiled"),
+    File("assembly put together", asm('"s" + "t.global.f32 [0], $1; mov.f32 $0, $1;"'), "compiled"),
+    File("assembly ends the block early", asm('"exit; mov.f32 $0, $1;"'), "run"),
+    File(
+        "assembly lets the next kernel begin",
+        asm('"griddepcontrol.launch_dependents; mov.f32 $0, $1;"'),
+        "compiled",
+        "PREEXIT",
+    ),
     # memory by address
     File(
         "results are kept at an address",

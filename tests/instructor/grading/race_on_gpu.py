@@ -10,9 +10,10 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from instructor.build import build_lab
 from instructor.grading.race.race import Entry, Race, expect_gpu, in_order, lines_of, model_answer
+from instructor.points import lab_path
 from tests.instructor.grading.race_cheats import CHEATS, HONEST
-from utils.files import ROOT
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=6)
     chosen = parser.parse_args()
     began = time.monotonic()
-    model = model_answer((ROOT / "instructor/labs/lab3_gluon.py").read_text())
+    model = model_answer(build_lab(lab_path("lab3_gluon")))
     record = {**expect_gpu(), "pairs": chosen.pairs, "cheats": [], "honest": []}
     race = Race(model, pairs=chosen.pairs)
     honest = {f.name: f.text(model) for f in HONEST}

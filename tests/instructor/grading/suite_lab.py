@@ -28,7 +28,6 @@ import torch
 
 from utils.attention.masks import dense_mask
 from utils.checking import MATMUL, OperationWatch, check, expect_close, expect_number, forbid, forbid_leaving
-from utils.checking.answers import by_value
 
 torch.manual_seed(0)
 
@@ -248,26 +247,12 @@ class RMSNorm(torch.nn.Module):
 
 
 # %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 3}
-@by_value
-def result_of(norm_class, weight, x):
-    """What a module of the class gives, in the process that has the class."""
-    norm = norm_class(x.shape[-1], eps=1e-5)
-    shapes = [tuple(p.shape) for p in norm.parameters()]
-    with torch.no_grad():
-        for parameter in norm.parameters():
-            parameter.copy_(weight)
-        return isinstance(norm, torch.nn.Module), shapes, norm(x)
-
-
 @check("2.2", "RMSNorm")
 def check_norm(norm_class, width=8, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x, weight = 3 * torch.randn(4, width, generator=generator), torch.randn(width, generator=generator)
-    there = getattr(norm_class, "remote_run", lambda function, *args: function(*args))
-    is_module, shapes, got = there(result_of, norm_class, weight, x)
-    assert is_module, "RMSNorm should be a Module"
-    assert shapes == [(width,)], f"RMSNorm should have one parameter of shape ({width},), and has {shapes}"
-    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    x = 3 * torch.randn(4, width, generator=torch.Generator().manual_seed(seed))
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    with torch.no_grad():
+        got = norm_class(width, eps=1e-5)(x)
     expect_close(got, expected, rtol=1e-4, atol=1e-5, what="RMSNorm(width)(x)")
 
 

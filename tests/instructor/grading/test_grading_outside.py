@@ -1,5 +1,6 @@
 """Functions that travel to a student's process, and the answers of the library, which are out of reach there."""
 
+import fractions
 import importlib
 import subprocess
 import sys
@@ -8,8 +9,10 @@ import pytest
 import torch
 
 from instructor.build import ROOT
+from instructor.checks.common import Draw
 from instructor.grading.submission.library import ANSWERS
-from instructor.grading.wire.pickles import MARK, CheckEncoder, StudentDecoder
+from instructor.grading.wire.channel import WireError
+from instructor.grading.wire.pickles import CheckEncoder, StudentDecoder
 
 # ---- functions that travel ---------------------------------------------------------------------------------------
 
@@ -34,20 +37,13 @@ def test_a_function_stays_and_one_of_a_library_is_named():
     assert stayed == [] and made == [torch.matmul, torch.nn.functional.gelu, len, torch.float32]
 
 
-def test_a_marked_function_travels_and_what_it_calls_stays():
-    seen = []
-
-    def note(n):
-        seen.append(n)
-
-    def marked(x, times=2):
-        for _ in range(times):
-            note(len(x))
-        return x + 1
-
-    vars(marked)[MARK] = True
-    made, stayed = _there_and_back(marked)
-    assert stayed == [note] and torch.equal(made(torch.ones(4)), torch.full((4,), 2.0)) and seen == [4, 4]
+@pytest.mark.parametrize("value", [Draw(1), Draw, fractions.Fraction])
+def test_classes_of_the_instructors_do_not_travel(value):
+    if value is fractions.Fraction:
+        assert _there_and_back([value]) == ([value], [])
+        return
+    with pytest.raises(WireError, match="Draw cannot travel"):
+        _there_and_back([value])
 
 
 def test_a_module_travels_with_its_weights_and_its_hooks_stay():
@@ -71,6 +67,7 @@ import utils.attention.problem as other
 from utils.attention.masks import mask_mods
 from utils.kernels import gelu
 from utils.model import costs
+from instructor.checks.common import Draw
 from instructor.grading.submission.library import ANSWERS, hide
 
 before = mask_mods.causal

@@ -1,13 +1,15 @@
 """The race of lab 3's kernels: what is refused, and who wins. On a CPU kernels run in the simulator, in model cycles."""
 
-import json
 from dataclasses import replace
 
+import nbformat
 import pytest
 import torch
 
+from instructor.build import build_lab
+from instructor.course import answered_notebook
 from instructor.grading.race import compiling
-from instructor.grading.race.compiling import Kernel, Refused, read_file, read_machine_code
+from instructor.grading.race.compiling import Kernel, Refused, read_machine_code
 from instructor.grading.race.problem import (
     LONG,
     SIMULATED,
@@ -23,7 +25,7 @@ from instructor.grading.race.race import (
     Race,
     Result,
     Time,
-    entry_of_notebook,
+    entry_of,
     expect_right,
     in_order,
     lines_of,
@@ -34,10 +36,12 @@ from instructor.grading.race.race import (
     write_results,
 )
 from instructor.grading.race.track import Call, Seen, Simulator
-from tests.instructor.grading.race_cheats import CHEATS, HONEST, asm
-from utils.files import ROOT
+from instructor.points import lab_path
+from tests.instructor.grading.race_cheats import CHEATS, HONEST
+from utils.checking.kernel_files import expect_kernel_file
 
-MODEL = model_answer((ROOT / "instructor/labs/lab3_gluon.py").read_text())
+LAB = build_lab(lab_path("lab3_gluon"))
+MODEL = model_answer(LAB)
 FAKE_ROOF = 1e6  # FLOPs of one unit of the fake clock below
 # The simulator knows neither this assembly nor 8 bits; these files race on a GPU only (race_on_gpu.py).
 GPU_ONLY = ("asm", "inline_asm", "float8")
@@ -60,8 +64,8 @@ def simulated(text: str, *shapes) -> str:
 @pytest.mark.parametrize("file", [*CHEATS, *HONEST], ids=lambda f: f.name)
 def test_what_is_refused_before_it_runs(file):
     try:
-        read_file(file.text(MODEL))
-    except Refused as refused:
+        expect_kernel_file(file.text(MODEL), "lab3_overlap.py")
+    except AssertionError as refused:
         assert file.stage == "text", refused
         assert file.words in str(refused)
     else:
@@ -107,10 +111,10 @@ def test_a_race_between_processes(tmp_path):
 
 
 @pytest.mark.slow
-def test_machine_code_with_addresses_is_refused():
-    text = next(f for f in CHEATS if f.name == "results are kept at an address").text(MODEL)
-    with pytest.raises(Refused, match=r"machine code has STG"):
-        compiling.compile_text(text, replace(LONG, stages=1, block=64))
+@pytest.mark.parametrize("file", [f for f in CHEATS if f.stage == "compiled"], ids=lambda f: f.name)
+def test_what_the_compiler_or_its_machine_code_refuses(file):
+    with pytest.raises(Refused, match=file.words or "."):
+        compiling.compile_text(file.text(MODEL), replace(LONG, stages=1, block=64))
 
 
 # ---- the judge, with a fake clock ------------------------------------------------------------------------------------
@@ -223,42 +227,27 @@ def test_instructions_that_reach_memory_by_an_address_are_refused(monkeypatch, c
         read_machine_code(FACTS, b"")
 
 
-@pytest.mark.parametrize("text", ["ld.global.f32 $0, [0];", "mov.f32 $0, $1; bar.sync 0;", "cp.async.bulk $0;"])
-def test_assembly_only_computes(text):
-    old_new = asm(f'"{text}"')
-    source = MODEL
-    for old, new in old_new:
-        source = source.replace(old, new)
-    with pytest.raises(Refused, match="in assembly"):
-        read_file(source)
-
-
 # ---- entries and the table -------------------------------------------------------------------------------------------
 
 
-def _notebook(source) -> bytes:
-    cell = {"cell_type": "code", "metadata": {"nbgrader": {"grade_id": "q5_3"}}, "source": source}
-    return json.dumps({"cells": [{"metadata": {}, "source": ""}, cell]}).encode()
-
-
 def test_the_file_is_taken_from_the_notebook():
-    text = f"%%writefile lab3_overlap.py\n{MODEL}"
-    assert entry_of_notebook("ada", _notebook(text)) == Entry("ada", MODEL + "\n")
-    assert entry_of_notebook("ada", _notebook(text.splitlines(keepends=True))).source == MODEL + "\n"
+    notebook = answered_notebook(LAB, {"q5_3": f"%%writefile lab3_overlap.py\n{MODEL}"})
+    assert entry_of(LAB, "ada", notebook.encode()) == Entry("ada", MODEL + "\n")
+    cells = nbformat.reads(notebook, as_version=4)
+    cells.cells = cells.cells[:3]
+    assert "NotImplementedError" in entry_of(LAB, "ada", nbformat.writes(cells).encode()).source  # as it was released
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"no JSON", "cannot be read"),
-        (b'{"cells": 3}', "cannot be read"),
-        (b'{"cells": []}', "no cell"),
-        (_notebook("x = 1"), "does not begin with"),
-        (_notebook("%%writefile lab3_overlap.py\nraise NotImplementedError()"), "not answered"),
+        (b"no JSON", "no notebook"),
+        (b'{"cells": []}', "no cells"),
+        (answered_notebook(LAB, {"q5_3": "x = 1"}).encode(), "does not begin with"),
     ],
 )
 def test_who_has_no_file_is_told_why(data, words):
-    entry = entry_of_notebook("ada", data)
+    entry = entry_of(LAB, "ada", data)
     assert entry.source is None and words in entry.why
 
 

@@ -16,10 +16,10 @@ import sys
 import types
 
 import pytest
+from torch.nn.attention import _cur_sdpa_kernel_backends, _sdpa_kernel
 
 from instructor.build import build_lab
 from instructor.course import answered_notebook
-from instructor.grading.submission.conditions import sdpa_switches, set_sdpa_switches
 from instructor.grading.submission.engine import calibrate, grade_notebook, setup_cells
 from instructor.grading.submission.exceptions import explain
 from instructor.grading.submission.plan import plan_tests
@@ -77,7 +77,7 @@ class OneProcess:
         notebook = types.ModuleType("the_notebook")  # torch.compile looks for a function's module by its name
         sys.modules[notebook.__name__] = notebook
         self.base = vars(notebook)
-        self.switches = sdpa_switches()
+        self.backends = _cur_sdpa_kernel_backends(with_priority=True)
         with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
             for name, source in setup_cells(lab):
                 exec(compile(python_of(source), name, "exec"), self.base)
@@ -85,7 +85,7 @@ class OneProcess:
     def verdicts(self, answers: dict[str, str], cells) -> dict[str, tuple[str, str]]:
         """{test cell: (status, message)}, with these texts for answers."""
         names, found, before = self.base, {}, dict(self.base)
-        set_sdpa_switches(self.switches)  # an answer before may have left others
+        _sdpa_kernel(self.backends, set_priority=True)  # an answer before may have left others
         with contextlib.chdir(self.folder), contextlib.redirect_stdout(io.StringIO()):
             for cell in cells:
                 facts = cell.metadata.get("nbgrader", {})

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, _get_mod_type, create_block_mask, create_mask, flex_attention
 
 from instructor.grading.submission.beside import put_behind_walls
-from instructor.grading.submission.conditions import update_mode
+from instructor.grading.submission.conditions import update_watch
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.student import Student
 from instructor.grading.wire.block_masks import rebuild_block_mask
@@ -25,7 +25,6 @@ from instructor.grading.wire.values import Decoder
 from utils.attention.masks import dense_mask
 from utils.attention.masks.score_mods import modify_scores
 from utils.checking import OperationWatch
-from utils.checking.labs.lab4_sdpa.common import Attentions
 from utils.checking.masks import count_arguments
 
 
@@ -141,24 +140,30 @@ def test_operators_under_vmap_are_seen(across):
     assert any(name in ("mm", "mv", "bmm", "dot") for name in watch.operations) and watch.operations["gt"]
 
 
-def test_modes_of_a_check_see_the_same_operators(across):
+def test_a_watch_sees_the_same_operators(across):
     def product(a, b):
         return F.scaled_dot_product_attention(a[None, None], b.T[None, None], b.T[None, None]) * (a @ b).sum()
 
     there, _ = across(product=product)
     seen = []
     for function in (there, product):
-        with OperationWatch() as sizes, Attentions() as ran:
+        with OperationWatch() as watch:
             for _ in range(2):
                 function(torch.ones(3, 4), torch.ones(4, 5))
-        seen.append((sizes.largest, sizes.products, sizes.steps, ran.backends))
-    assert seen[0] == seen[1] and len(seen[0][-1]) == 2
+        seen.append([getattr(watch, name) for name in watch.SEEN if name not in ("calls", "lines")])
+    assert seen[0] == seen[1] and len(seen[0]) == 7
 
 
-@pytest.mark.parametrize("text", ['{"backends": 3}', "{}", '{"backends": [], "largest": {}}', "[]"])
-def test_forged_data_of_a_mode_are_refused(text):
+def test_another_mode_of_a_check_is_refused(across):
+    there, _ = across(there=lambda x: x + 1)
+    with pytest.raises(CannotTravel, match="DeviceContext"), torch.device("meta"):
+        there(torch.ones(3))
+
+
+@pytest.mark.parametrize("text", ['{"steps": 3}', "{}", '{"steps": [], "largest": {}}', "[]"])
+def test_forged_data_of_a_watch_are_refused(text):
     with pytest.raises((WireError, AttributeError)):
-        update_mode(Attentions(), text)
+        update_watch(OperationWatch(), text)
 
 
 def test_tensors_of_calls_under_vmap_do_not_pile_up(across):
@@ -254,9 +259,9 @@ def test_forged_views_are_refused(view):
     [
         {"value": ["tensor", {"dtype": "bool", "shape": [], "stride": None, "device": "meta", "grad": False}]},
         {"value": ["known", 99]},
-        {"mutated": [[99, None]]},
+        {"written": [99]},
         {"value": ["object", {"id": 5, "kind": "block_mask", "parts": {"mask_mod": None}}]},
-        {"op": "callback", "id": 0, "vmaps": [], "mutated": [], "args": ["tuple", []], "kwargs": ["dict", []]},
+        {"op": "callback", "id": 0, "vmaps": [], "written": [], "args": ["tuple", []], "kwargs": ["dict", []]},
     ],
 )
 def test_a_forged_reply_under_vmap_ends_the_question_and_not_the_run(change):
@@ -268,7 +273,7 @@ def test_a_forged_reply_under_vmap_ends_the_question_and_not_the_run(change):
             said = {"id": 1, "kind": "function", "name": "f", "answered": True, "parameters": [["x", 1, False]]}
             while True:
                 message, _ = peer.receive()
-                reply = {"op": "result", "n": message["n"], "mutated": [], "value": None}
+                reply = {"op": "result", "n": message["n"], "written": [], "value": None}
                 if message["op"] == "get":
                     reply |= {"op": "values", "values": {"f": ["object", said]}}
                 peer.send(reply if message["op"] == "get" else {**reply, **change})

@@ -90,7 +90,7 @@ def check_gemm_tiled(gemm_tiled):
         expect_product(in_tiles(gemm_tiled, *tiles), a, b, f"gemm_tiled of (8, 5) @ (5, 6) with tiles {tiles}", hint)
     expect_wide_accumulator(gemm_tiled, torch.randn(16, 128).to(BF16), torch.randn(128, 16).to(BF16), (16, 16, 2))
     expect_product(in_tiles(gemm_tiled, 3, 4, 2), a.double(), b.double(), "gemm_tiled in float64", "")
-    expect_follows_device(lambda x, y: gemm_tiled(x, y, 2, 2, 2), (2, 4), (4, 3), what="gemm_tiled(a, b)")
+    expect_follows_device(gemm_tiled, (2, 4), (4, 3), 2, 2, 2, what="gemm_tiled(a, b)")
 
 
 class Queue:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,32 +17,29 @@ from utils.checking.profiles import profile_on_pretended_gpu
 Rates = dict[str, float]
 
 
-def expect_profile(profile_steps, operator: str, repeats: int, file: str) -> None:
+def expect_profile(profile_steps, operator: str, repeats: int) -> None:
     """Call profile_steps on a function that runs an operator of torch; assert what its trace holds.
 
     Args:
         profile_steps: the answer.
         operator: the name of a function of torch with one argument, such as `erf`.
         repeats: how often the profiled function runs it.
-        file: the name of the trace.
     """
-    # The folder is new each time, so that no old file is read.
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        try:
-            there = run_beside(profile_steps)
-            prof, calls, kernels = there(profile_on_pretended_gpu, profile_steps, operator, repeats, file)
-        except (RuntimeError, AssertionError) as error:
-            if "Profiler must be initialized" not in str(error):
-                raise
-            raise AssertionError("the profiler recorded nothing: call prof.step() after each call of fn.") from None
-        if not Path(file).exists():
-            raise AssertionError(f"no file was written to trace_path ({file}): prof.export_chrome_trace(trace_path).")
-        try:
-            events = json.loads(Path(file).read_text())["traceEvents"]
-        except (ValueError, KeyError, TypeError):
-            raise AssertionError("the file at trace_path is no Chrome trace (JSON with traceEvents).") from None
-    if not isinstance(prof, torch.profiler.profile):
-        raise AssertionError(f"profile_steps should return the profiler, and returned {type(prof).__name__}.")
+    there = run_beside(profile_steps)
+    try:
+        kind, trace, calls, kernels = there(profile_on_pretended_gpu, profile_steps, operator, repeats)
+    except (RuntimeError, AssertionError) as error:
+        if "Profiler must be initialized" not in str(error):
+            raise
+        raise AssertionError("the profiler recorded nothing: call prof.step() after each call of fn.") from None
+    if not trace:
+        raise AssertionError("no file was written to trace_path: prof.export_chrome_trace(trace_path).")
+    try:
+        events = json.loads(trace)["traceEvents"]
+    except (ValueError, KeyError, TypeError):
+        raise AssertionError("the file at trace_path is no Chrome trace (JSON with traceEvents).") from None
+    if kind != "profile":
+        raise AssertionError(f"profile_steps should return the profiler, and returned {kind}.")
     if (ran := calls.count("fn")) != 10:
         raise AssertionError(f"fn should run 10 times (1 wait + 3 warm-up + 6 active steps), and ran {ran} times.")
     steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")}
@@ -76,7 +70,7 @@ def expect_profile(profile_steps, operator: str, repeats: int, file: str) -> Non
 @visible("4.1", "Profile and trace")
 def check_profile_steps(profile_steps):
     """Check the trace of one operator, as if there were a GPU to wait for."""
-    expect_profile(profile_steps, "erf", 1, "check_trace.json")
+    expect_profile(profile_steps, "erf", 1)
 
 
 GELU_RULE: dict[str, Any] = {

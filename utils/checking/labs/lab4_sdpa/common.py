@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils import checking
 
@@ -51,20 +50,10 @@ def _with_all_backends(kind: Callable) -> Callable:
 check, visible = _with_all_backends(checking.check), _with_all_backends(checking.visible)
 
 
-class Attentions(TorchDispatchMode):
-    """Records the SDPA backends that run on CPU tensors, in order; the math backend is recognized by its softmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backends: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.split("::")[1]
-        if name == "_scaled_dot_product_flash_attention_for_cpu":
-            self.backends.append("flash")
-        elif name in ("_softmax", "_safe_softmax"):
-            self.backends.append("math")
-        return func(*args, **(kwargs or {}))
+def attentions(watch: checking.OperationWatch) -> list[str]:
+    """Return the SDPA backends that ran on CPU tensors, in order; the math backend is recognized by its softmax."""
+    names = {"_scaled_dot_product_flash_attention_for_cpu": "flash", "_softmax": "math", "_safe_softmax": "math"}
+    return [names[step[0]] for step in watch.steps if step[0] in names]
 
 
 def sdpa_switches() -> tuple:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from utils.checking import expect_close
+from utils.checking import OperationWatch, expect_close
 from utils.checking.labs.lab4_sdpa.common import (
     BACKENDS,
-    Attentions,
+    attentions,
     in_one_line,
     is_refusal,
     replaced_answers,
@@ -140,10 +140,10 @@ def expect_pinned(pinned_sdpa, backend: str, tensors: tuple, options: dict) -> t
     for outside in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
         with sdpa_kernel(outside):
             switches = sdpa_switches()
-            with Attentions() as ran:
+            with OperationWatch() as watch:
                 got = pinned_sdpa(backend, *tensors, **options)
             assert sdpa_switches() == switches, f"after {what}, other backends are allowed than before."
-        expect_ran_once(ran.backends, backend, what)
+        expect_ran_once(attentions(watch), backend, what)
     return got, what
 
 
@@ -151,7 +151,7 @@ def expect_refused(pinned_sdpa, backend: str, tensors: tuple, options: dict, rea
     """Assert that a pin raises BackendRefused with these words of torch's, computes nothing and leaves nothing behind."""
     switches = sdpa_switches()
     try:
-        with Attentions() as ran, warnings.catch_warnings():
+        with OperationWatch() as watch, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own words about a refusal would stand above the check's
             pinned_sdpa(backend, *tensors, **options)
     except RuntimeError as error:
@@ -162,11 +162,13 @@ def expect_refused(pinned_sdpa, backend: str, tensors: tuple, options: dict, rea
         assert said and not missing, (
             f"BackendRefused for {what} should hold torch's reason {missing}, and says {said!r}."
         )
-        assert not ran.backends, f"pinned_sdpa of {what} computes attention by {ran.backends[0]}, and refuses then."
+        ran = attentions(watch)
+        assert not ran, f"pinned_sdpa of {what} computes attention by {ran[0]}, and refuses then."
     else:
-        copies = " (on copies, which nobody asked for)" if ran.backends == [backend] else ""
+        ran = attentions(watch)
+        copies = " (on copies, which nobody asked for)" if ran == [backend] else ""
         raise AssertionError(
-            f"torch refuses {what}, and pinned_sdpa returned a result all the same{copies}; {ran.backends} ran."
+            f"torch refuses {what}, and pinned_sdpa returned a result all the same{copies}; {ran} ran."
         )
     assert sdpa_switches() == switches, f"after a refusal ({what}), other backends are allowed than before."
 
