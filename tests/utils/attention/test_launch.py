@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tools.record.common import read_record
+from utils.attention import make_problem
+from utils.attention.backends import gluon
 from utils.attention.gluon import launch
 from utils.attention.gluon.plan import (
     BLOCK_M,
@@ -204,12 +206,9 @@ def test_inputs_that_tma_cannot_address_are_copied():
     for view in (x, rows_first, x[:, :, 3:40], x[:, 1:2]):
         assert launch.addressable(view) is view
     odd = torch.randn(2, 3, 50, 67, dtype=torch.bfloat16)[..., :64]
-    for view in (
-        odd,
-        x.transpose(2, 3).contiguous().transpose(2, 3),
-        x[:, :1].expand(2, 3, 50, 64),
-        torch.randn(2 * 3 * 50 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 50, 64),
-    ):
+    turned, shared = x.transpose(2, 3).contiguous().transpose(2, 3), x[:, :1].expand(2, 3, 50, 64)
+    shifted = torch.randn(2 * 3 * 50 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 50, 64)
+    for view in (odd, turned, shared, shifted):
         copy = launch.addressable(view)
         assert torch.equal(copy, view) and copy.data_ptr() % 16 == 0 and copy.is_contiguous()
 
@@ -219,12 +218,14 @@ def test_a_kept_launch_gets_copies_of_such_inputs(monkeypatch):
     monkeypatch.setattr(launch, "step_module", lambda step: types.SimpleNamespace(launch=lambda arguments: again))
     monkeypatch.setattr(launch, "empty", lambda forms, index: [torch.empty(shape) for shape, *_ in forms])
     monkeypatch.setattr(launch, "KEPT", {})
+    monkeypatch.setattr(gluon, "KEPT", launch.KEPT)
     x = torch.randn(1, 2, 16, 64).bfloat16()
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
     for q in (x, shifted):
         out, lse = launch.run_step(q, x, x, True, 0.1, 0, True, 5)
     ((q, k, *_),) = made  # of the second call: the first one was launched
     assert q.data_ptr() % 16 == 0 and torch.equal(q, x) and k is x and (out.shape, lse.shape) == (x.shape, (1, 2, 16))
+    assert gluon._again(x, x, x, make_problem(x, x, x, causal=True, scale=0.1, with_lse=True)) in launch.KEPT.values()
     with pytest.raises(ValueError, match="multiple of 8"):
         launch.run_step(*[x[..., :60].contiguous()] * 3, True, 0.1, 0, True, 5)
 
