@@ -17,7 +17,7 @@ import torch
 from utils.attention.gluon.arguments import addressable
 from utils.attention.gluon.decode.plan import MOST_QUERIES, refuse
 from utils.attention.problem import Attend, Backend, Options, Problem, positive_scale
-from utils.kernels.handle import needs_grad
+from utils.kernels.handle import KEPT, layout, needs_grad
 from utils.machine.device import compute_capability, gluon_on_blackwell, gluon_support
 
 # Measured on an H200 (docs/kernels/decode.md): the decode kernel is faster than step 5 for up to 32 new tokens, and for up
@@ -55,13 +55,11 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
 
 
 def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Attend | None:
-    """Return the kept launch for tensors of this layout; None if the call must go through `_run`, as for a gradient."""
+    """Return the launch that `run_step` kept for tensors of this layout; None if a call must go through `_run`, as for a gradient."""
     if decodes(problem) or problem.needs_grad or problem.scale <= 0:
         return None
-    from utils.attention.gluon.launch import kept_launch
-
-    options = problem.causal, problem.scale, problem.window or 0, problem.with_lse, problem.lengths
-    return kept_launch(q, k, v, *options)
+    window, lengths = problem.window or 0, problem.lengths
+    return KEPT.get((problem.causal, problem.scale, window, problem.with_lse, 5, lengths, layout(q, k, v)))
 
 
 # ---- Blackwell ---------------------------------------------------------------------------------------------

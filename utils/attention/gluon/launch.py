@@ -11,7 +11,7 @@ import torch
 from utils.attention.gluon.arguments import Arguments, addressable, processors, strides_fit, unused
 from utils.attention.gluon.backward.operator import Attention, gradients_of, save_for_backward
 from utils.attention.gluon.plan import Plan, packed_variant, plan_for, variant_for
-from utils.attention.problem import Attend, positive_scale
+from utils.attention.problem import positive_scale
 from utils.kernels.handle import KEPT, empty, form, layout, needs_grad, observed
 
 LOG2_E = math.log2(math.e)
@@ -91,14 +91,6 @@ def run_step(
 
             KEPT[key] = again
     return (out, lse) if return_lse else out
-
-
-def kept_launch(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, lengths: tuple) -> Attend | None:
-    """Return the launch of step 5 that was made for tensors of this layout, as a function of such tensors; None if none was.
-
-    It looks at nothing but their addresses: `attention` has compared the layouts.
-    """
-    return KEPT.get((causal, scale, window, return_lse, 5, lengths, layout(q, k, v)))
 
 
 def forward(
