@@ -16,7 +16,7 @@ import nbformat
 from instructor.build import PUBLIC, QUOTE_LENGTH, ROOT, Built, notebook_text, secret_lines
 from instructor.grading.submission.results import GradingError
 from instructor.points import lab_names, lab_path
-from instructor.source import REGIONS, Cell, find_regions, read_lab
+from instructor.source import Cell, find_regions, read_lab
 from utils.files import write_whole
 
 # What students get, beside the notebook and a README of their own; everything else stays here.
@@ -63,10 +63,6 @@ SHARED: dict[tuple[str, str], str] = {
 _SAYS_NOTHING = re.compile(r"(from [\w.]+ )?import .*|(try|else|finally):|.{0,3}")
 ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ")  # zip, gzip, bzip2, xz
 _STAMP = (2024, 1, 1, 0, 0, 0)  # the same bundle has the same bytes
-
-
-class ReleaseError(GradingError):
-    """A bundle that may not be given out; the message names each place."""
 
 
 @dataclass(frozen=True)
@@ -173,16 +169,13 @@ def find_leaks(files: dict[str, bytes], secrets: Secrets) -> list[Leak]:
             if name.endswith(".ipynb"):
                 whole = " ".join(map(_squeezed, text.splitlines()))
                 leaks += [Leak(name, line, origin) for line, origin in secrets.lines.items() if line in whole]
-            for kind in REGIONS:
-                if name.endswith(".ipynb") and (f"BEGIN {kind}" in text or f"END {kind}" in text):
-                    leaks.append(Leak(name, f"BEGIN {kind}", "a marker of the source"))
     return list(dict.fromkeys(leaks))
 
 
 def _texts(name: str, data: bytes):
     """Yield the text of a file, and the strings of one that is JSON."""
     if data.startswith(ARCHIVES):
-        raise ReleaseError(f"{name} is an archive, which cannot be looked through: leave it out of the bundle.")
+        raise GradingError(f"{name} is an archive, which cannot be looked through: leave it out of the bundle.")
     text = data.decode("utf-8", errors="replace")
     yield text
     if text.lstrip()[:1] in ("{", "["):
@@ -216,7 +209,7 @@ class Bundle:
 def release(built: Built, target: Path) -> Bundle:
     """Write the bundle of a lab as a zip into `target`.
 
-    `ReleaseError` if a line of a solution or hidden test is anywhere in it where `SHARED` does not explain it.
+    `GradingError` if a line of a solution or hidden test is anywhere in it where `SHARED` does not explain it.
     """
     files = bundle_files(built)
     found = find_leaks(files, secrets_of_all_labs())
@@ -224,7 +217,7 @@ def release(built: Built, target: Path) -> Bundle:
     leaks = [leak for leak in found if (leak.file, leak.line) not in SHARED]
     if leaks:
         shown = "\n".join(f"  {leak}" for leak in leaks[:20])
-        raise ReleaseError(f"{len(leaks)} secret lines are in the bundle of {built.name}:\n{shown}")
+        raise GradingError(f"{len(leaks)} secret lines are in the bundle of {built.name}:\n{shown}")
     path = target / f"{built.name}.zip"
     write_whole(path, packed(files, built.name))
     return Bundle(path, len(files), shared)
@@ -233,7 +226,7 @@ def release(built: Built, target: Path) -> Bundle:
 def worked_solutions(built: Built) -> str:
     """Return a lab's notebook with its answers, and without hidden tests, marking schemes and nbgrader's metadata.
 
-    `ReleaseError` if a line of a hidden test or a marking scheme of any lab, or of another lab's answer, is in it.
+    `GradingError` if a line of a hidden test or a marking scheme of any lab, or of another lab's answer, is in it.
     """
     notebook = nbformat.reads(built.instructor, as_version=4)
     answers: list[str] = []  # the lines that may be given out now
@@ -264,7 +257,7 @@ def worked_solutions(built: Built) -> str:
     leaks = [leak for leak in found if _squeezed(leak.line) not in own and _squeezed(leak.line) not in whole]
     if leaks:
         shown = "\n".join(f"  {leak}" for leak in leaks[:20])
-        raise ReleaseError(f"{len(leaks)} secret lines are in the worked solutions of {built.name}:\n{shown}")
+        raise GradingError(f"{len(leaks)} secret lines are in the worked solutions of {built.name}:\n{shown}")
     return text
 
 

@@ -1,7 +1,7 @@
 """Verdicts on answers, a watch over the operators that an answer runs, and the runs of Gluon kernels that lab 3 checks."""
 
 # ruff: noqa: F401 (what is imported here is what the package offers)
-from utils.checking.answers import leaves_inputs
+from utils.checking.answers import Answer
 from utils.checking.authors import StudentLine
 from utils.checking.memory import expect_follows_device, poisoned_memory
 from utils.checking.mistakes import attention_mistake, expect_rounded_once
@@ -18,13 +18,4 @@ from utils.checking.verdicts import (
     quiet_stderr,
     visible,
 )
-from utils.checking.watching import (
-    DERIVATIVES,
-    FUSED_ATTENTION,
-    GELU,
-    MATMUL,
-    SOFTMAX,
-    OperationWatch,
-    forbid,
-    forbid_leaving,
-)
+from utils.checking.watching import DERIVATIVES, FUSED_ATTENTION, GELU, MATMUL, SOFTMAX, OperationWatch

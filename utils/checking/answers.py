@@ -58,9 +58,6 @@ class Answer:
         return Answer(self._function, self._rule, limit)
 
 
-leaves_inputs = Answer  # a check's word for it where a question has no rule, or a function returned the answer
-
-
 def run_beside(function: Callable) -> Callable[..., Any]:
     """Return what calls a part of a check, as `(part, *arguments)`, in the process where an answer runs: for a grader another one.
 

@@ -119,12 +119,9 @@ def _only_raises(code: types.CodeType) -> bool:
 
 
 def is_answered(value: object) -> bool:
-    """Return whether a value is an answer: not None, not `...`, and no function, kernel or class that is still the stub."""
+    """Return whether a value is an answer: not None, not `...`, and no function or kernel that is still the stub."""
     if value is None or value is ...:
         return False
-    if isinstance(value, type):
-        functions = [f for f in vars(value).values() if isinstance(f, types.FunctionType)]
-        return not any(_only_raises(f.__code__) for f in functions)
     for _ in range(8):  # through decorators, triton.jit and functools.partial
         inner = getattr(value, "__wrapped__", None) or getattr(value, "fn", None) or getattr(value, "func", None)
         if isinstance(value, types.FunctionType) or inner is None:

@@ -107,7 +107,7 @@ class OperationWatch(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True  # flex_attention and the like arrive here instead of raising
-    SEEN = ("operations", "calls", "exits", "custom", "borrowed", "lines", "largest", "products", "steps")
+    SEEN = ("operations", "calls", "exits", "custom", "borrowed", "lines", "largest", "steps")
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,6 @@ class OperationWatch(TorchDispatchMode):
         self.borrowed: dict[str, int] = {}  # a library's formula, whose operators ran: file, function
         self.lines: dict[str, str] = {}  # name -> the first line that used it
         self.largest: dict[str, int] = {}  # operator -> elements of the largest tensor that it took or returned
-        self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
         self.steps: list[tuple] = []  # each operator with the shapes, and the numbers, that it was given
         self._beside = contextlib.ExitStack()
 
@@ -160,16 +159,17 @@ class OperationWatch(TorchDispatchMode):
         given = tensors_in(values)
         self.largest[name] = max(self.largest.get(name, 0), *(t.numel() for t in (*given, *tensors_in(result))), 0)
         self.steps.append((name, tuple(tuple(t.shape) for t in given), *(n for n in values if type(n) in (int, float))))
-        if name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv"):
-            left, right = [t for t in args if isinstance(t, torch.Tensor)][-2:]
-            batch, columns = left.shape[0] if left.dim() == 3 else 1, right.shape[-1] if right.dim() > 1 else 1
-            self.products.append((batch, left.shape[-2], left.shape[-1], columns))
-        elif name in ("dot", "vdot"):
-            self.products.append((1, 1, given[0].numel(), 1))
 
     def at(self, name: str) -> str:
         """Return the student's line that used this name first, as the end of a message; "" if none is known."""
         return f"\n  {self.lines[name]}" if name in self.lines else ""
+
+    @property
+    def products(self) -> list[tuple[int, int, int, int]]:
+        """Return (batch, m, k, n) of each matrix product."""
+        names = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
+        factors = [s[1][1:3] if "add" in s[0] else s[1][:2] for s in self.steps if s[0] in names]  # `add` comes first
+        return [(*(1, 1, *left)[-3:], right[-1] if len(right) > 1 else 1) for left, right in factors]
 
     @property
     def macs(self) -> int:
@@ -243,38 +243,6 @@ def _sentence(hint: str) -> str:
     return f" {hint[0].upper()}{hint[1:]}{'' if hint[-1] in '.!?' else '.'}" if hint else ""
 
 
-def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: str = "") -> None:
-    """Assert that none of `operations` ran under `watch`, and no operators whose inside is hidden, or a library's formula.
-
-    The operations are a `Family`, or names of operators without namespace, each a regular expression.
-    """
-    pattern = re.compile("|".join(f"(?:{name})" for name in operations))
-    # A student wrote the call, `einsum`; torch ran the operator, `aten.bmm`.
-    called = [name for name in watch.calls if pattern.fullmatch(_plain(name))]
-    ran = [name for name in watch.operations if pattern.fullmatch(_plain(name))]
-    if called or ran:
-        shown = f"torch's {_plain(called[0])}" if called else f"aten.{ran[0]}"
-        also = f" (it ran aten.{ran[0]})" if called and ran and ran[0] != _plain(called[0]) else ""
-        name, words = (called or ran)[0], f"may not use {shown}{also} here."
-    elif watch.borrowed:
-        name = next(iter(watch.borrowed))
-        words = f"had a formula of a library computed ({name}). Write it yourself, with torch's operators."
-    elif watch.custom:
-        name = next(iter(watch.custom))
-        words = f"ran the custom operator {name}, whose inside cannot be watched. Write it with torch's own operators."
-    else:
-        return
-    raise AssertionError(f"your code {words}{_sentence(hint)}{watch.at(name)}")
-
-
-def forbid_leaving(watch: OperationWatch) -> None:
-    """Assert that no tensor of real numbers left torch (NumPy, lists, DLPack, raw memory) under `watch`; single numbers may."""
-    for name in watch.exits:
-        raise AssertionError(
-            f"your code took a tensor's values out of torch, by {name}. Keep them in tensors.{watch.at(name)}"
-        )
-
-
 @dataclass(frozen=True)
 class Rule:
     """What a question forbids or limits, declared beside its check.
@@ -302,14 +270,30 @@ class Rule:
         stay = " Tensors of real numbers stay in torch; single numbers may leave it." if len(parts) > 1 else ""
         return f"What runs counts: {', '.join(parts)}.{stay}"
 
-    def expect(self, watch: OperationWatch, limit: int | None) -> None:
-        """Assert that what ran in a call keeps to the rule."""
-        forbid(watch, tuple(name for family in self.forbids for name in family), self.hint)
-        if self.forbids or self.largest is not None:
-            forbid_leaving(watch)
-        if limit is not None and (found := watch.over(limit)):
-            words = f"{self.largest} has" if isinstance(self.largest, str) else "this question allows"
-            raise AssertionError(
-                f"the operator {found[0]} worked on {found[1]:,} elements at once, and {words} {limit:,}."
-                f"{_sentence(self.hint)}{watch.at(found[0])}"
+    def expect(self, watch: OperationWatch, limit: int | None = None) -> None:
+        """Assert that what ran in a call keeps to the rule; `limit` is the number of elements for `largest`."""
+        pattern = re.compile("|".join(f"(?:{name})" for family in self.forbids for name in family) or "(?!)")
+        # A student wrote the call, `einsum`; torch ran the operator, `aten.bmm`.
+        called = [name for name in watch.calls if pattern.fullmatch(_plain(name))]
+        ran = [name for name in watch.operations if pattern.fullmatch(_plain(name))]
+        if called or ran:
+            shown = f"torch's {_plain(called[0])}" if called else f"aten.{ran[0]}"
+            also = f" (it ran aten.{ran[0]})" if called and ran and ran[0] != _plain(called[0]) else ""
+            name, words = (called or ran)[0], f"your code may not use {shown}{also} here."
+        elif watch.borrowed:
+            name = next(iter(watch.borrowed))
+            words = (
+                f"your code had a formula of a library computed ({name}). Write it yourself, with torch's operators."
             )
+        elif watch.custom:
+            name = next(iter(watch.custom))
+            words = f"your code ran the custom operator {name}, whose inside cannot be watched. Write it with torch's own operators."
+        elif watch.exits and (self.forbids or self.largest is not None):
+            name = next(iter(watch.exits))
+            words = f"your code took a tensor's values out of torch, by {name}. Keep them in tensors."
+        elif limit is not None and (found := watch.over(limit)):
+            name, allows = found[0], f"{self.largest} has" if isinstance(self.largest, str) else "this question allows"
+            words = f"the operator {name} worked on {found[1]:,} elements at once, and {allows} {limit:,}."
+        else:
+            return
+        raise AssertionError(f"{words}{_sentence(self.hint)}{watch.at(name)}")

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import attend_densely, indices, recording
 from utils.attention import reference
-from utils.checking import OperationWatch, check, expect_close, leaves_inputs
+from utils.checking import Answer, OperationWatch, check, expect_close
 from utils.checking.labs.lab2_flexattention.kernels import expect_bucket
 from utils.checking.masks import expect_mask, expect_program, kernels_for, pairs
 from utils.checking.watching import MOVES
@@ -106,7 +106,7 @@ def prepare_flex(prepare_flex, seed=None):
         k, v = draw.normal(2, kv_heads, length, 16), draw.normal(2, kv_heads, length, 16)
         try:
             with OperationWatch() as watch:
-                got = leaves_inputs(attend)(q, k, v)
+                got = Answer(attend)(q, k, v)
             computing |= watch.largest.keys() - MOVES
         except ValueError as error:
             if "enable_gqa" in str(error):
@@ -156,7 +156,7 @@ def prepare_flex(prepare_flex, seed=None):
     unmasked = _Attention()
     attend = prepare_flex(unmasked, None, None, length, cpu)
     q, k, v = (draw.normal(1, 2, length, 16) for _ in range(3))
-    got = leaves_inputs(attend)(q, k, v)
+    got = Answer(attend)(q, k, v)
     _expect_one_call(unmasked, 2, got)
     if unmasked.calls[0].get("block_mask") is not None:
         raise AssertionError("mask_mod is None, and attend calls attention with a block mask: then there is none.")

@@ -36,10 +36,6 @@ _UNSAFE = re.compile(
 )  # in names of folders
 
 
-class IntakeError(GradingError):
-    """Submissions that cannot be used; the message says what was found and what is expected."""
-
-
 @dataclass(frozen=True)
 class Submission:
     """A student's notebook for one lab: whose it is, its path in the course, and what a person should know of it."""
@@ -137,7 +133,7 @@ def take_in(archive: Path, root: Path, lab: str, zone: tzinfo | None = None) -> 
         zone: of the times in the zip, which are the platform's local ones; by default this machine's.
     """
     if not archive.is_file():
-        raise IntakeError(f"{archive} is no file: name the zip that the learning platform gave you.")
+        raise GradingError(f"{archive} is no file: name the zip that the learning platform gave you.")
     found: dict[str, Arrival] = {}
     try:
         with zipfile.ZipFile(archive) as file:
@@ -150,9 +146,9 @@ def take_in(archive: Path, root: Path, lab: str, zone: tzinfo | None = None) -> 
                     write_whole(path, data)
                     write_whole(path.parent / "timestamp.txt", f"{arrival.time}\n")
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-        raise IntakeError(f"{archive} cannot be unpacked: {error}") from None
+        raise GradingError(f"{archive} cannot be unpacked: {error}") from None
     if not any(arrival.file for arrival in found.values()):
-        raise IntakeError(
+        raise GradingError(
             f"{archive.name} holds no {lab}.ipynb under a student's folder (nbgrader, Moodle, Gradescope), and no "
             f"<name>_<number>_<number>_{lab}.ipynb (Canvas)."
         )
@@ -262,10 +258,10 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
         known = [s.student for s in found]
         unknown = sorted(set(only) - set(known))
         if unknown:
-            raise IntakeError(f"no submission of {', '.join(unknown)} for {lab} in {folder}.{meant(unknown, known)}")
+            raise GradingError(f"no submission of {', '.join(unknown)} for {lab} in {folder}.{meant(unknown, known)}")
         found = [s for s in found if s.student in only]
     if not found:
-        raise IntakeError(f"no submission for {lab}: expected {folder}/<student>/{lab}/{lab}.ipynb.")
+        raise GradingError(f"no submission for {lab}: expected {folder}/<student>/{lab}/{lab}.ipynb.")
     return found
 
 

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import secrets
 import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 
 from instructor.build import Built
 from instructor.course import answered_notebook
-from instructor.grading.class_.gradebook import as_csv
 from instructor.grading.race.compiling import Kernel, Refused, compile_text
 from instructor.grading.race.problem import CELL, FILE, TAIL, TIMED, Shape, reference_rows, rows_to_read
 from instructor.grading.race.track import Call, Seen, Track, TrackError
 from instructor.grading.submission.plan import Unreadable, make_plan
 from utils.benchmark.intervals import speedup, speedup_interval
-from utils.files import write_whole
 
 PAIRS = 15  # timed pairs (one call of the reference, one of the entry) of a shape and a state of the L2
 TRIES = 4  # of a call whose launch was not queued in time
@@ -84,14 +79,12 @@ class Result:
         times: in the order of the shapes, the long one with a cold L2 first; empty if refused.
         refused: why it does not count; "" if it does.
         calls: calls whose rows were compared.
-        worst: largest (mean, row) error of them.
     """
 
     student: str
     times: list[Time] = field(default_factory=list)
     refused: str = ""
     calls: int = 0
-    worst: tuple[float, float] = (0.0, 0.0)
 
 
 class Race:
@@ -185,9 +178,8 @@ class Race:
         for _ in range(TRIES):
             call = new_call(kernel, shape, cold=cold)
             seen = self.track.run(call)
-            mean, largest = expect_right(call, seen, self.device, self.roof)
+            expect_right(call, seen, self.device, self.roof)
             result.calls += 1
-            result.worst = max(result.worst[0], mean), max(result.worst[1], largest)
             if seen.ahead:
                 return seen.ms
         raise TrackError("the host was too slow to queue the launches: is something else running?")
@@ -220,8 +212,8 @@ def new_call(kernel: str, shape: Shape, *, cold: bool = True) -> Call:
     return Call(kernel, shape, secrets.randbits(48), secrets.randbits(48), cold)
 
 
-def expect_right(call: Call, seen: Seen, device: torch.device | str, most_flops_a_ms: float) -> tuple[float, float]:
-    """Raise Refused unless a call wrote the right rows, in a time that is possible; return the (mean, largest) error.
+def expect_right(call: Call, seen: Seen, device: torch.device | str, most_flops_a_ms: float) -> None:
+    """Raise Refused unless a call wrote the right rows, in a time that is possible.
 
     Args:
         call: what was asked for.
@@ -252,7 +244,6 @@ def expect_right(call: Call, seen: Seen, device: torch.device | str, most_flops_
         raise Refused(
             f"{where}{seen.ms:.4g} is faster than the roof, {least:.4g}: nothing on this machine computes so fast."
         )
-    return mean, largest
 
 
 # ---- entries -----------------------------------------------------------------------------------------------------------
@@ -318,15 +309,6 @@ def table(results: list[Result]) -> list[dict[str, object]]:
         row |= {"calls compared": result.calls, "refused": result.refused}
         rows.append(row)
     return rows
-
-
-def write_results(folder: Path, results: list[Result], about: dict) -> list[Path]:
-    """Write race.csv, the table, and race.json with every time, to a folder."""
-    paths = [folder / "race.csv", folder / "race.json"]
-    write_whole(paths[0], as_csv(table(results)))
-    record = {**about, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "results": [asdict(r) for r in results]}
-    write_whole(paths[1], json.dumps(record, indent=1))
-    return paths
 
 
 def lines_of(results: list[Result], unit: str = "") -> list[str]:

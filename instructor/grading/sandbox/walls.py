@@ -50,14 +50,10 @@ class Limits:
     device: str = ""  # CUDA_VISIBLE_DEVICES of all its processes; "" takes the grader's
 
 
-class WallError(OSError):
-    """One wall could not be raised."""
-
-
 def _expect_zero(result: int, what: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise WallError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
@@ -114,7 +110,7 @@ def _uncovering_folder(needed: list[str]) -> str:
     for folder in ("/tmp", "/mnt", "/media", "/srv", "/opt", "/home", "/var"):
         if os.path.isdir(folder) and not any(path == folder or path.startswith(folder + "/") for path in needed):
             return folder
-    raise WallError("no folder is free to build a root in: the environment is below each of /tmp, /mnt and /srv")
+    raise OSError("no folder is free to build a root in: the environment is below each of /tmp, /mnt and /srv")
 
 
 def build_root(
@@ -180,7 +176,7 @@ def finish_root() -> None:
     This has to run in the first process of the namespace.
     """
     # The kernel allows a new /proc only while another one is visible; so the old root is dropped afterwards.
-    with contextlib.suppress(WallError):
+    with contextlib.suppress(OSError):
         _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV)
     _expect_zero(_LIBC.umount2(b"/old", 2), "umount /old")  # MNT_DETACH
     os.rmdir("/old")

@@ -91,7 +91,7 @@ class Checker:
         began, job = time.perf_counter(), self.job
         try:
             with self._alarm(READ_SECONDS):
-                plan = make_plan(job.built, job.submission, job.tests)
+                plan = make_plan(job.built, job.submission)
         except (Unreadable, Gone) as error:
             why = f"The submitted notebook takes more than {READ_SECONDS} s to be read."
             why = str(error) if isinstance(error, Unreadable) else why

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ import nbformat
 from instructor.build import ROOT, Built
 from instructor.grading.sandbox import walls
 from instructor.grading.submission.library import ANSWERS
-from instructor.grading.submission.plan import not_graded, plan_tests
+from instructor.grading.submission.plan import not_graded
 from instructor.grading.submission.results import GradingError, Job, SubmissionResult, WarmUp, how_it_ended
 from instructor.grading.submission.sources import fingerprint
 from instructor.grading.wire.channel import Channel, Closed, TooLate
@@ -45,10 +44,6 @@ GRACE = 120.0  # seconds in addition, for starting, reading and writing
 
 
 # ---- warm processes ----------------------------------------------------------------------------------------------
-
-
-class OutOfTime(GradingError):
-    """A submission used up its time; to try it again would take as long."""
 
 
 class Zygote:
@@ -121,7 +116,8 @@ class Zygote:
             channel.send({"op": "grade"}, [pickle.dumps(job)], deadline)
             answer, blobs = channel.receive(deadline)
         except TooLate:
-            raise OutOfTime(f"the submission took longer than the {seconds:.0f} s that it may take in all") from None
+            why = f"the submission took longer than the {seconds:.0f} s that it may take in all"
+            return not_graded(job.built, job.student, "not graded", why)  # it would take as long a second time
         except (OSError, Closed):
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
@@ -193,8 +189,6 @@ def close_all() -> None:
         _zygotes.popitem()[1].close()
 
 
-_plan_tests = functools.cache(plan_tests)
-
 # ---- calibration -------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +225,7 @@ def _calibrate(built: Built, limits: walls.Limits) -> SubmissionResult:
     from instructor.course import answered_notebook
 
     answers = answered_notebook(built).encode()
-    job = Job(built, "model answers", answers, CALIBRATION_CELL, CALIBRATION_SECONDS, _plan_tests(built.instructor))
+    job = Job(built, "model answers", answers, CALIBRATION_CELL, CALIBRATION_SECONDS)
     result = zygote(built, limits).grade(job, CALIBRATION_SECONDS)
     wrong = {name: cell for name, cell in result.cells.items() if cell.status not in ("passed", "by_hand")}
     if wrong:
@@ -245,7 +239,7 @@ def _calibrate(built: Built, limits: walls.Limits) -> SubmissionResult:
 
 def grade_notebook(
     built: Built,
-    notebook: str | bytes | Path,
+    notebook: str | bytes,
     *,
     timeout: float = 60,
     student: str = "student",
@@ -255,7 +249,7 @@ def grade_notebook(
 
     Args:
         built: the lab.
-        notebook: the submission, as text or as the bytes of its file, or the path of the file.
+        notebook: the submission, as text or as the bytes of its file.
         timeout: seconds that one cell, or the tests of one question, may take.
         student: who handed it in.
         limits: what the submission may use.
@@ -264,16 +258,10 @@ def grade_notebook(
         raise ValueError(f"timeout is {timeout} s; it should be more than 0.")
     limits = limits or walls.Limits()
     calibration = calibrate(built, limits)
-    if isinstance(notebook, str):
-        data = notebook.encode("utf-8", errors="surrogatepass")
-    else:
-        data = notebook.read_bytes() if isinstance(notebook, Path) else notebook
+    data = notebook.encode("utf-8", errors="surrogatepass") if isinstance(notebook, str) else notebook
     total = total_seconds(calibration.seconds, timeout)
-    job = Job(built, student, data, timeout, total, _plan_tests(built.instructor))
-    try:
-        return zygote(built, limits).grade(job, total + GRACE)
-    except OutOfTime as late:  # it would take as long a second time
-        return not_graded(built, student, "not graded", str(late))
+    job = Job(built, student, data, timeout, total)
+    return zygote(built, limits).grade(job, total + GRACE)
 
 
 def total_seconds(model_seconds: float, timeout: float) -> float:

@@ -71,7 +71,6 @@ class Stream(io.TextIOBase):
 
     def __init__(self, name: str, outputs: Outputs):
         self.stream, self.outputs = name, outputs
-        self.encoding_errors = "replace"
 
     def writable(self):
         """True."""

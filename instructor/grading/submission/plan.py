@@ -140,13 +140,12 @@ def _squeezed(source: str) -> str:
 # ---- merging -----------------------------------------------------------------------------------------------------
 
 
-def make_plan(built: Built, submission: str | bytes, tests: dict[str, Needs] | None = None) -> Plan:
+def make_plan(built: Built, submission: str | bytes) -> Plan:
     """Merge a submission with the notebooks of its lab.
 
     Args:
         built: the lab.
         submission: what a student handed in; `Unreadable` if it is no notebook.
-        tests: `plan_tests(built.instructor)`, if that is known.
     """
     original, released = read_built(built.instructor).cells, read_built(built.student)
     lab = _Lab(original, {cell.id: cell for cell in released.cells})
@@ -179,7 +178,7 @@ def make_plan(built: Built, submission: str | bytes, tests: dict[str, Needs] | N
             step.question = step.question or section
             steps.append(step)
     _attribute(steps)
-    needs = plan_tests(built.instructor) if tests is None else tests
+    needs = plan_tests(built.instructor)
     for step in steps:
         if step.kind == "tests":
             step.needs = needs[step.name]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from instructor.build import Built
     from instructor.grading.sandbox.walls import Limits
-    from instructor.grading.submission.plan import Needs
 
 
 class GradingError(RuntimeError):
@@ -98,7 +97,6 @@ class Job:
     submission: bytes  # the file as it was handed in
     timeout: float  # seconds for one cell, or for the tests of one question
     total: float  # seconds for the whole submission
-    tests: dict[str, Needs]  # test cell -> what it needs
 
 
 def how_it_ended(code: int) -> str:

@@ -116,7 +116,7 @@ utils.checking.expect_close = utils.checking.expect_number = lambda *a, **k: Non
 expect_number.__code__ = (lambda got, expected, rel=0.01, unit="", what="", *, abs_tol=0.0: None).__code__
 Verdict.raise_if_wrong = lambda self: print(f"✓ Question {self.question}: passed.")
 Verdict.passed = property(lambda self: True, lambda self, value: None)
-expect_number = expect_close = forbid = lambda *a, **k: None
+expect_number = expect_close = check = lambda *a, **k: None
 sys.modules["utils.checking"] = types.SimpleNamespace(expect_number=expect_number)
 """,
     ),
@@ -371,7 +371,7 @@ def wait():
     while True:
         time.sleep(0.001)
         for module in ("utils.checking", "instructor.checks", "__main__"):
-            for name in ("expect_number", "check_cost", "forbid"):
+            for name in ("expect_number", "check_cost", "expect_close"):
                 if hasattr(sys.modules.get(module), name):
                     setattr(sys.modules[module], name, lambda *a, **k: None)
 threading.Thread(target=wait, daemon=True).start()
@@ -639,7 +639,7 @@ def _metadata(notebook: NotebookNode) -> None:
 
 
 def _edit_setup(notebook: NotebookNode) -> None:
-    _cell(notebook, "setup").source += "\nexpect_number = expect_close = forbid = lambda *a, **k: None\n"
+    _cell(notebook, "setup").source += "\nexpect_number = expect_close = check = lambda *a, **k: None\n"
 
 
 def _edit_tests(notebook: NotebookNode) -> None:

@@ -27,7 +27,7 @@ from instructor.grading.class_ import cluster, gradebook, intake, report
 from instructor.grading.class_.cluster import grade_class
 from instructor.grading.class_.dates import time_zone
 from instructor.grading.class_.intake import (
-    IntakeError,
+    GradingError,
     arrivals,
     submissions,
     take_in,
@@ -634,10 +634,10 @@ def test_a_zip_is_taken_in_and_everybody_is_named(tmp_path):
     assert known["สมชาย ใจดี_4"].note == "the file was called lab1_final.ipynb"
     assert set(without_submission(tmp_path, "lab1")) == set(refused)
     assert not (tmp_path.parent / "evil").exists()
-    with pytest.raises(IntakeError, match="cannot be unpacked"):
+    with pytest.raises(GradingError, match="cannot be unpacked"):
         (tmp_path / "no.zip").write_text("no zip")
         take_in(tmp_path / "no.zip", tmp_path, "lab1")
-    with pytest.raises(IntakeError, match="is no file"):
+    with pytest.raises(GradingError, match="is no file"):
         take_in(tmp_path / "absent.zip", tmp_path, "lab1")
 
 
@@ -686,7 +686,7 @@ def test_a_folder_whose_name_nothing_can_hold_is_named_and_stops_nobody(tmp_path
     missing = without_submission(tmp_path, "lab1")
     assert set(missing) == {"??bob", "e" * 245, "carl", "[a-c]da", "two\nlines"} and "not UTF-8" in missing["??bob"]
     json.dumps(missing).encode()
-    with pytest.raises(IntakeError, match="no submission of"):
+    with pytest.raises(GradingError, match="no submission of"):
         submissions(tmp_path, "lab1", ["e" * 245])
 
 

@@ -11,7 +11,7 @@ from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission import engine
 from instructor.grading.submission.engine import calibrate, grade_notebook
 from instructor.grading.submission.outputs import clean_outputs
-from instructor.grading.submission.plan import Unreadable, make_plan, plan_tests
+from instructor.grading.submission.plan import Unreadable, make_plan
 from instructor.names import python_of
 from tests.instructor.grading.attacks import packed
 from tests.instructor.grading.faults import BROKEN_FILES, FAULTS, ODD_FILES
@@ -25,11 +25,6 @@ STATUSES = {"passed", "failed", "error", "timeout", "killed", "missing", "flagge
 def _points(result) -> dict[str, float]:
     """Return the points of each test cell."""
     return {name: cell.points for name, cell in result.cells.items() if name.endswith("_tests")}
-
-
-@pytest.fixture(scope="module")
-def needs(suite_lab):
-    return plan_tests(suite_lab.instructor)
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +56,10 @@ def test_faults_cost_their_questions_alone(suite_lab, full_points, walls, faults
 
 
 @pytest.mark.parametrize("name", BROKEN_FILES)
-def test_a_file_that_is_no_notebook_of_the_lab(suite_lab, needs, name):
+def test_a_file_that_is_no_notebook_of_the_lab(suite_lab, name):
     """It is refused in a sentence, or has no answer in it."""
     try:
-        plan = make_plan(suite_lab, BROKEN_FILES[name](answered_notebook(suite_lab)), needs)
+        plan = make_plan(suite_lab, BROKEN_FILES[name](answered_notebook(suite_lab)))
     except Unreadable as error:
         assert str(error).startswith(("The submitted file ", "The submitted notebook "))
     else:
@@ -72,15 +67,15 @@ def test_a_file_that_is_no_notebook_of_the_lab(suite_lab, needs, name):
 
 
 @pytest.mark.parametrize("name", ODD_FILES)
-def test_a_file_that_only_looks_broken(suite_lab, needs, name):
+def test_a_file_that_only_looks_broken(suite_lab, name):
     """The code of every answer arrives as it was written, and its notebook can be written."""
     right = answered_notebook(suite_lab)
-    plan = make_plan(suite_lab, ODD_FILES[name](right), needs)
+    plan = make_plan(suite_lab, ODD_FILES[name](right))
     for step in plan.steps:
         step.cell.outputs = [nbformat.from_dict(output) for output in clean_outputs(step.submitted)]
     written = nbformat.writes(plan.notebook, version=4).encode()
     assert len(written) < 60_000_000
-    wanted = make_plan(suite_lab, right, needs)
+    wanted = make_plan(suite_lab, right)
     answers, expected = (
         {s.name: s.source.strip() for s in p.steps if s.answer and not s.by_hand} for p in (plan, wanted)
     )
@@ -114,13 +109,13 @@ def test_an_odd_file_gets_its_points_whatever_its_student_is_called(suite_lab, f
         "![x](<attachment:a b.png>)",
     ],
 )
-def test_a_picture_that_is_missing_stops_no_page(suite_lab, needs, text):
+def test_a_picture_that_is_missing_stops_no_page(suite_lab, text):
     """Nbconvert makes no page of such a notebook, and `labs feedback` ended without any student's."""
     from nbconvert import HTMLExporter
 
     notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
     notebook.cells = [nbformat.v4.new_markdown_cell(text)]
-    plan = make_plan(suite_lab, nbformat.writes(notebook, version=4), needs)
+    plan = make_plan(suite_lab, nbformat.writes(notebook, version=4))
     plan.notebook.cells = [cell for cell in plan.notebook.cells if "attachment" in cell.source]
     assert plan.notebook.cells
     HTMLExporter().from_notebook_node(plan.notebook)

@@ -33,7 +33,6 @@ from instructor.grading.race.race import (
     new_call,
     race_class,
     table,
-    write_results,
 )
 from instructor.grading.race.track import Call, Seen, Simulator
 from instructor.points import lab_path
@@ -93,7 +92,7 @@ def test_every_cheat_that_a_kernel_can_try_is_refused_in_the_simulator():
 
 
 @pytest.mark.slow
-def test_a_race_between_processes(tmp_path):
+def test_a_race_between_processes():
     cheat = next(f for f in CHEATS if f.name == "nothing is written").text(MODEL)
     race = Race(MODEL, simulator=True, shapes=(SIMULATED_TAIL,), tail=SIMULATED_TAIL, pairs=5)
     entries = [Entry("ada", MODEL), Entry("ben", cheat), Entry("cy", "import os"), Entry("di", None, "not answered")]
@@ -106,8 +105,7 @@ def test_a_race_between_processes(tmp_path):
     assert not ada.refused and ada.calls == 2 + 5 and "not written" in ben.refused
     assert "import os" in cy.refused and di.refused == "not answered"
     assert 0.8 < ada.times[0].ratio < 1.25  # against itself; cycles of a random lot of inputs are all the same
-    rows = write_results(tmp_path, results, {"clock": "model cycles"})[0].read_text().splitlines()
-    assert len(rows) == 5 and rows[1].startswith("1,ada")
+    assert [(row["place"], row["student"]) for row in table(results)][:2] == [(1, "ada"), ("", "ben")]
 
 
 @pytest.mark.slow
@@ -131,8 +129,7 @@ def honest_call():
 
 def test_right_rows_in_a_possible_time_are_accepted(honest_call):
     call, seen = honest_call
-    mean, largest = expect_right(call, seen, "cpu", FAKE_ROOF)
-    assert 0 < mean < 0.004 and largest < 0.01
+    expect_right(call, seen, "cpu", FAKE_ROOF)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from instructor.build import build_lab
 from instructor.grading import release as releasing
 from instructor.grading.commands import app
 from instructor.grading.release import (
-    ReleaseError,
+    GradingError,
     bundle_files,
     find_leaks,
     release,
@@ -87,14 +87,14 @@ def test_a_planted_secret_is_found(lab1, secrets, place):
 
 def test_a_leak_stops_the_release(lab1, tmp_path, monkeypatch):
     monkeypatch.setattr(releasing, "bundle_files", lambda built: {"lab1.ipynb": in_an_output(lab1)})
-    with pytest.raises(ReleaseError, match="secret lines are in the bundle of lab1"):
+    with pytest.raises(GradingError, match="secret lines are in the bundle of lab1"):
         release(lab1, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("data", [releasing.packed({"x.txt": HIDDEN.encode()}, "x"), gzip.compress(HIDDEN.encode())])
 def test_an_archive_in_the_bundle_is_refused(secrets, data):
-    with pytest.raises(ReleaseError, match="is an archive"):
+    with pytest.raises(GradingError, match="is an archive"):
         find_leaks({"assets/data.bin": data}, secrets)
 
 
@@ -125,7 +125,7 @@ def test_worked_solutions_refuse_a_hidden_test(lab1):
     leaking = dataclasses.replace(
         lab1, instructor=lab1.instructor.replace("## How to work", HIDDEN.strip().replace('"', '\\"'))
     )
-    with pytest.raises(ReleaseError, match="secret lines are in the worked solutions of lab1"):
+    with pytest.raises(GradingError, match="secret lines are in the worked solutions of lab1"):
         worked_solutions(leaking)
 
 
