@@ -242,9 +242,9 @@ def plot_cliff(limit: int = 2) -> None:
         unit, lengths = table.columns[-1], sorted(table["tokens"].unique())
         for i, (name, rows) in enumerate(table.groupby("setting", sort=False)):
             ax.plot(rows["tokens"], rows[unit], **series(i).line, label=name)
-        ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color=series(1).color, alpha=0.15)
+        band = {"color": series(1).color, "alpha": 0.15, "label": "past the limit"}
+        ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, **band)
         ax.set_ylim(0)
-        ax.text(lengths[limit], ax.get_ylim()[1] * 0.6, "past the limit", fontsize=9)
         if ax is axes[0][-1]:
             ax.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
         style_axes(ax, x="tokens", y=unit, title=place)
