@@ -161,6 +161,9 @@ def test_a_rule_is_scored_against_the_default_and_the_best(grid):
     assert (best["rule / best"], best["worst"], best["within 3% of the best"], best["refused"]) == (1, 1, 1, 0)
     few = lab4.score_rule(lambda call: "efficient", grid, "")
     assert few["refused"] > 0 and few["worst"] > default["worst"]
+    for wrong in ("cuDNN", None):
+        with pytest.raises(ValueError, match=repr(wrong)):
+            lab4.score_rule(lambda call, wrong=wrong: wrong, grid, "")
 
 
 @pytest.mark.gpu
