@@ -59,12 +59,7 @@ def decode_step() -> Card:
     ]
     _log_dots(card, rows, 1.0, 4000.0)
     card.text(
-        22,
-        270,
-        "Recorded on an H200; the axis is logarithmic. You will compute each line of it.",
-        ha="left",
-        size=9,
-        color=SOFT,
+        22, 270, "Recorded on an H200; logarithmic axis. You will compute each line.", ha="left", size=9, color=SOFT
     )
     return card
 
