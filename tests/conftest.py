@@ -55,6 +55,16 @@ def nothing_compiled_before():
         dynamo.reset()
 
 
+@pytest.fixture
+def unwritten_is_nan():
+    """What torch allocates is nan until it is written."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def _gpu_found() -> bool:
     import torch
 

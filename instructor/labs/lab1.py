@@ -15,7 +15,7 @@
 # %% [markdown]
 # # Lab 1: Efficient AI Foundations
 #
-# ![One token through one layer of Gemma-3 on an H200, on a logarithmic axis: 1,608 µs launched kernel by kernel, 168 µs in a CUDA graph, 158 µs with a better attention kernel, and a floor of 2.3 µs](assets/lab1_decode_step.svg)
+# ![One token through one layer of Gemma-3 on an H200, on a logarithmic axis: 1,608 µs launched kernel by kernel, 168 µs in a CUDA graph, 158 µs with a better attention kernel, and a floor of 2.4 µs](assets/lab1_decode_step.svg)
 #
 # An H200 can do 989 trillion bf16 operations a second. While a layer of Gemma-3 adds one word to a long reply,
 # it does less than one hundredth of a percent of that. Nothing is broken. The chip is waiting: for memory, and for
@@ -392,8 +392,8 @@ plt.show()
 
 # %% [markdown]
 # The naive version spends its time on Python, which asks for one number at a time. The tiled version hands over whole tiles
-# and gains a factor of some thousands, but each outer product is its own operation: its result goes out to memory, and comes
-# back to be added. The library does the same arithmetic in **one** kernel whose accumulator stays in registers. That is worth
+# and gains a factor of ten thousand or more, but each outer product is its own operation: its result goes out to memory, and
+# comes back to be added. The library does the same arithmetic in **one** kernel whose accumulator stays in registers. That is worth
 # writing once yourself.
 
 # %% [markdown]
@@ -739,12 +739,12 @@ for place, name in ((0, "smallest gemm"), (2, "largest gemm"), (3, "small gemv")
 # 1. The smallest GEMM: what takes the time? Compare it with the time that its FLOPs need at the peak.
 # 2. The largest GEMM: which roof limits it, and why does it not touch it? (A CPU's roof was measured with a GEMM.)
 # 3. The large GEMV: which roof limits it? Would a chip with twice the FLOP/s help?
-# 4. The small GEMV: nearer to the roof than the large one, or above it? Which assumption is wrong for it?
+# 4. The small GEMV: above its roof, or farther below it than the large one? Which assumption is wrong for it?
 # 5. An LLM at batch 1 is a chain of GEMVs. From this plot, what do you do to make it faster?
 #
 # {hint plan} Take the share of the roof of each point, and one time in µs or ms for the smallest. Say what limits it, and
 # what would have to change to make it faster.
-# {hint line} The small GEMV runs many times in a row on the same matrix. Where is the matrix at the second run?
+# {hint line} The small GEMV runs many times in a row on the same matrix. Where is the matrix at the second run? What does a launch cost?
 
 # %% [markdown] nbgrader={"grade_id": "q2_4", "grade": true, "solution": true, "points": 5}
 # 1. The smallest GEMM has so little work that fixed cost decides: the Python call, PyTorch's dispatch, on a GPU the
@@ -1071,7 +1071,7 @@ report_measured("layer_roofline", measured)
 # Look at decode at batch 1 on the H200: it stands far below the slope. It reaches less than one percent of its *memory* roof. A
 # third limit is at work, which this picture does not draw: the program that **launches** the kernels.
 #
-# ![Three roofs over one decode step: compute allows 0.011 µs, memory 2.3 µs, and launching ninety kernels one by one takes 1,608 µs; the largest decides](assets/lab1_three_roofs.svg)
+# ![Three roofs over one decode step: compute allows 0.013 µs, memory 2.4 µs, and launching ninety kernels one by one takes 1,608 µs; the largest decides](assets/lab1_three_roofs.svg)
 #
 # $$t \;\ge\; \max\left(\frac{\text{FLOPs}}{\text{peak}},\; \frac{\text{bytes}}{\text{bandwidth}},\; \text{kernels} \cdot t_\text{launch}\right).$$
 

@@ -757,7 +757,7 @@ def prepare_flex(attention, mask_mod, score_mod, length: int, device: torch.devi
 guesses["the slowest"] = None  # a name of the list below
 guesses["eager over compiled FlexAttention"] = None  # a ratio
 guesses["mask as a tensor over compiled FlexAttention"] = None
-calls_that_pay = None  # your line: a block mask takes as long as 3 calls. From how many calls on is that under a tenth of all?
+calls_that_pay = None  # your line: a block mask takes as long as 3 calls. From how many calls on is it under a tenth of all the time?
 check_calls(calls_that_pay)
 
 # %% tags=["collapsed"]
@@ -1000,8 +1000,8 @@ if can_compile():
 plot_cliff()
 
 # %% [markdown]
-# Along a line: the static kernels fall off the cliff, the dynamic ones do not. From line to line, at the first two lengths: what
-# the static kernel is worth where it exists. For this call the default is the right choice. Where static shapes are worth it, or
+# Follow a line: static kernels fall off the cliff, dynamic ones do not. Compare the lines at the first two lengths: that is what
+# a static kernel is worth where it exists. For this call the default is the right choice. Where static shapes are worth it, or
 # needed, the answer is not a kernel for each length but a few lengths that everything is padded to.
 
 # %% [markdown]
@@ -1323,7 +1323,7 @@ for name, mod in pictures.items():
     print(f"{name:12}  {counts[0] + counts[1]:5} of {sum(counts)} blocks are computed, promise {promised_speedup(counts):.1f}")
 
 # %% [markdown]
-# Less than half of the blocks are left. The same call takes more:
+# Less than half of the blocks are left. What else attention takes:
 #
 # - `enable_gqa=True`: fewer heads of keys and values. It saves memory, and time where reading them is the limit.
 # - `return_lse=True`, in the course's `attention`: the log-sum-exp $L$ of each row as well. With it a *sink*, one more logit $z$

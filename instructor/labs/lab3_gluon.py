@@ -1695,8 +1695,8 @@ save("lab3")
 # - Producer and consumers need two barriers for each slot: *full* and *empty*.
 # - Flash attention is fast where exponentials and products run at the same time. The faster the tensor cores, the more so.
 #
-# The ladder in `utils/attention/gluon` goes on where you stopped, and you can read every line of it now. Each step's prediction
-# stands in `docs/kernels/attention.md`. `labs bench list-targets --chapter labs/flashattention_gluon` lists the same contest,
+# The ladder in `utils/attention/gluon` goes on where you stopped, and you can read every line of it now: the head of each file
+# says what its step changes. `labs bench list-targets --chapter labs/flashattention_gluon` lists the same contest,
 # and `labs bench run --targets labs/flashattention_gluon:baseline_flashattention_gluon --profile minimal` runs its baseline.
 #
 # **To read on**

@@ -41,7 +41,7 @@ from utils.labs.lab4_sdpa import *
 
 torch.manual_seed(0)
 print("looking at this machine: some seconds without a GPU ...", flush=True)
-roofs = machine_roofs()  # this machine's peak FLOP/s per dtype and its memory bandwidth
+roofs = machine_roofs(refresh=True)  # peak FLOP/s per dtype, memory bandwidth; run again, it keeps the best
 peak, bandwidth = roofs.tflops[dtype_name], roofs.memory_bandwidth_tb_s  # TFLOP/s, TB/s
 print(f"{'GPU' if on_gpu else 'CPU'}, PyTorch {torch.__version__}, times in {dtype_name}; {roofs.origin}: {peak:.3g} TFLOP/s, "
       f"{bandwidth * 1e3:.4g} GB/s, ridge {peak / bandwidth:.3g} FLOPs/Byte")
@@ -447,7 +447,7 @@ beside_guess("the more exact one", "equal" if 0.8 < ratio < 1.25 else "math" if 
 # **Before you run.** In math's trace, which operator will take most of the time by itself? How large is its share?
 
 # %%
-guesses["math's longest operator or kernel"] = None  # a name
+guesses["math's longest operator or kernel"] = None  # a name, such as "aten::where"
 guesses["its share"] = None  # 0 to 1
 q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64)
 paths, rows = {}, []

@@ -161,6 +161,8 @@ def test_a_rule_is_scored_against_the_default_and_the_best(grid):
     assert (best["rule / best"], best["worst"], best["within 3% of the best"], best["refused"]) == (1, 1, 1, 0)
     few = lab4.score_rule(lambda call: "efficient", grid, "")
     assert few["refused"] > 0 and few["worst"] > default["worst"]
+    with pytest.raises(ValueError, match="None"):
+        lab4.score_rule(lambda call: None, grid, "")
 
 
 @pytest.mark.gpu
@@ -228,10 +230,8 @@ def test_the_ratio_of_cudnn_and_flash_is_the_recorded_one(prose, recorded):
 
 def test_recorded_errors_are_those_of_the_model_answer(prose, recorded):
     rms = recorded["backends"].query("not causal").set_index("backend")["rms error"]
-    assert math.isclose(rms["math"], 1.6e-3, rel_tol=0.06) and "(1.6e-3 on an H200)" in prose
-    assert (
-        all(math.isclose(rms[b], 2.27e-3, rel_tol=0.01) for b in ("flash", "efficient", "cudnn")) and "2.27e-3" in prose
-    )
+    assert math.isclose(rms["math"], 1.6e-3, rel_tol=0.06) and "(1.6e-3 on an H200)" in prose and "2.27e-3" in prose
+    assert all(math.isclose(rms[b], 2.27e-3, rel_tol=0.01) for b in ("flash", "efficient", "cudnn"))
 
 
 def test_recorded_queries_ride_as_the_model_answer_says(prose, recorded):

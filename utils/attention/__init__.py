@@ -18,8 +18,8 @@ from utils.attention.backends import BACKENDS, able_backends, find_backend
 from utils.attention.call import Run, attention, backend_table, last_run, prepare, proof
 from utils.attention.decode import attention_decode, decode_reference
 from utils.attention.prepared import Prepared, Recompiled
-from utils.attention.problem import AttentionUnsupported, Backend, Options, Problem, Refused, allowed_keys, make_problem
-from utils.attention.reference import reference, reference_gradients
+from utils.attention.problem import AttentionUnsupported, Backend, Options, Problem, Refused, make_problem
+from utils.attention.reference import allowed_keys, reference, reference_gradients
 
 __all__ = [
     "BACKENDS",

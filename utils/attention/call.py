@@ -31,12 +31,11 @@ from utils.attention.problem import (
     Options,
     Problem,
     Refused,
-    check_call,
     make_problem,
 )
 from utils.attention.sequences import both_masks, check_tensor, clear_behind, packed_mask, padded_mask
 from utils.benchmark.profiling import launched
-from utils.kernels.handle import KEPT, layout
+from utils.kernels.handle import KEPT, layout, needs_grad
 from utils.newest import Newest
 
 # A function of torch.compile beyond its limit of eight versions would silently run unfused, fifty times slower.
@@ -110,16 +109,16 @@ def attention(
             those that can.
     """
     global _last
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if compiling or seqlens is not None or cu_seqlens is not None or sink is not None:
+        given: dict = dict(causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
+        given |= dict(return_lse=return_lse, backend=backend)
+        if not compiling:
+            return _compose(q, k, v, seqlens, cu_seqlens, sink, given)
         # The decision is Python that no graph can hold.
         from utils.attention.uncompiled import call_outside_of_graphs
 
-        more = dict(seqlens=seqlens, cu_seqlens=cu_seqlens, sink=sink, mask_mod=mask_mod, score_mod=score_mod)
-        more |= dict(causal=causal, scale=scale, window=window, return_lse=return_lse, backend=backend)
-        return call_outside_of_graphs(attention, q, k, v, **more)
-    if seqlens is not None or cu_seqlens is not None or sink is not None:
-        given = dict(causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
-        return _compose(q, k, v, seqlens, cu_seqlens, sink, given | dict(return_lse=return_lse, backend=backend))
+        return call_outside_of_graphs(attention, q, k, v, seqlens=seqlens, cu_seqlens=cu_seqlens, sink=sink, **given)
     key = _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backend)
     if key is not None and (decision := KEPT.get(key)) is not None:
         if decision.graphs is None or decision.graphs == compiled_graphs():
@@ -137,7 +136,11 @@ def attention(
     while True:
         chosen, options, run = _choose(problem, NO_OPTIONS, backend, refusals)
         try:
-            bound = _bind(chosen, options, problem)
+            bound = _compiled.get((chosen.name, problem)) or chosen.bind_problem(problem, options)
+            if chosen.compiles:
+                if (chosen.name, problem) not in _compiled and len(_compiled) == _compiled.most:
+                    KEPT.clear()  # decisions would keep alive the block mask of the one that is dropped
+                _compiled[chosen.name, problem] = bound
             with torch._dynamo.config.patch(_MANY_VERSIONS) if bound.source else nullcontext():
                 out = (bound.first or bound.call)(q, k, v)
             break
@@ -152,7 +155,7 @@ def attention(
 
 def _compose(q, k, v, seqlens, cu_seqlens, sink, arguments: dict):
     """Attend with lengths as a mask, and with the sink applied to the output of an attention without it."""
-    check_call(q, k, v, arguments["causal"], arguments["window"], arguments["return_lse"])
+    make_problem(q, k, v, causal=arguments["causal"], window=arguments["window"], with_lse=arguments["return_lse"])
     if seqlens is not None and cu_seqlens is not None:
         raise ValueError("seqlens and cu_seqlens were both given: sequences are padded, or packed.")
     mask = None
@@ -200,32 +203,18 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backen
         return None
     if not causal.__class__ is return_lse.__class__ is bool:
         return None
-    if scale.__class__ not in _NUMBERS or window.__class__ not in _WHOLE_NUMBERS:
-        return None
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None  # fake tensors and vmap: their tensors have no memory that a kernel could read
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if scale.__class__ not in _NUMBERS or window.__class__ not in _WHOLE_NUMBERS:
+        return None
     try:
         hash((mask_mod, score_mod, backend))
-        return backend, causal, scale, window, mask_mod, score_mod, return_lse, needs_grad, layout(q, k, v)
+        return backend, causal, scale, window, mask_mod, score_mod, return_lse, needs_grad(q, k, v), layout(q, k, v)
     except (RuntimeError, TypeError):
         return None  # sparse and nested tensors have no strides: they are refused, like what cannot be hashed
 
 
 _NUMBERS, _WHOLE_NUMBERS = (float, int, type(None)), (int, type(None))
-
-
-def _bind(backend: Backend, options: Options, problem: Problem) -> Bound:
-    """Bind a backend, or take what was bound in an earlier call for this problem, if that was compiled."""
-    key = backend.name, problem
-    if not backend.compiles or key not in _compiled:
-        bound = backend.bind(problem, options)
-        if not backend.compiles:
-            return bound
-        if len(_compiled) == _compiled.most:
-            KEPT.clear()  # decisions would keep alive the block mask of the one that is dropped
-        _compiled[key] = bound
-    return _compiled[key]
 
 
 def _may_be_kept(bound: Bound) -> bool:
@@ -303,7 +292,7 @@ def prepare(
         if backend == "auto":
             settings |= {"picked_because": run.why, "passed_over": list(run.passed_over)}
         try:
-            return Prepared(chosen.bind(problem, options), problem, (q, k, v), settings)
+            return Prepared(chosen.bind_problem(problem, options), problem, (q, k, v), settings)
         except Refused as refusal:
             refusals[chosen.name] = str(refusal)
 

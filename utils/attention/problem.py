@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,14 +21,14 @@ from utils.attention.masks.mask_mods import (
     at_offset,
     both,
     causal,
-    dense_mask,
-    different_masks,
+    document_lengths,
     evaluate,
     name_of,
     nearby,
     sliding_window,
 )
 from utils.attention.masks.score_mods import ScoreMod, modify_scores
+from utils.kernels.handle import needs_grad
 from utils.machine.device import Support
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
@@ -136,48 +135,6 @@ def _mask_function(is_causal: bool, window: int | None, offset: int, mask_mod: M
     return own if mask_mod is None else both(own, mask_mod)
 
 
-def document_lengths(mask_mod: Any, tokens: int) -> tuple[int, ...]:
-    """Return the lengths of the documents of a mask; () if it is another mask, or its document numbers are on the GPU."""
-    if getattr(mask_mod, "kind", "") == "documents":
-        count, rest = divmod(tokens, mask_mod.span)
-        return (mask_mod.span,) * count + ((rest,) if rest else ())
-    lengths = getattr(mask_mod, "lengths", ()) if getattr(mask_mod, "kind", "") == "documents_by_ids" else ()
-    return lengths if sum(lengths) == tokens else ()
-
-
-def check_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, with_lse: bool = False
-) -> None:
-    """Raise a ValueError or TypeError that says what was given and what is allowed, unless these are of one attention."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor (B, H, S, D); its type is {type(x).__name__}.")
-        if x.layout is not torch.strided or x.is_nested:
-            raise TypeError(f"{name} must be a dense tensor; it is nested, or has another layout: {x.layout}.")
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have the four dimensions (B, H, S, D), and has shape {tuple(x.shape)}.")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k and v must have the same B, Hkv and Sk of (B, Hkv, Sk, D): {shapes}.")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q, k and v must agree in batch size and head dimension: {shapes}.")
-    if 0 in k.shape or not q.shape[1] or not v.shape[3]:
-        raise ValueError(f"Sequences, heads, keys and head dimension must not be empty: {shapes}.")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"The heads of q must be a multiple of those of k and v: {shapes}.")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}.")
-    if not q.dtype.is_floating_point:
-        raise TypeError(f"Attention takes floating-point tensors, and these are {q.dtype}.")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}.")
-    for name, flag in (("causal", causal), ("return_lse", with_lse)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False; it is {flag!r}.")
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        raise ValueError(f"window must be None or a whole number of keys, at least 1; it is {window!r}.")
-
-
 def make_problem(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -190,20 +147,48 @@ def make_problem(
     score_mod: ScoreMod | None = None,
     with_lse: bool = False,
 ) -> Problem:
-    """Check the arguments of an attention call, and return the problem that they are."""
-    check_call(q, k, v, causal, window, with_lse)
+    """Return the problem that an attention call is; an error says what was given and what is allowed, if it is none."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor (B, H, S, D); its type is {type(x).__name__}.")
+        if x.layout is not torch.strided or x.is_nested:
+            raise TypeError(f"{name} must be a dense tensor; it is nested, or has another layout: {x.layout}.")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have the four dimensions (B, H, S, D), and has shape {tuple(x.shape)}.")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    batch, heads, sq, head_dim = q.shape
+    kv_heads, sk, v_dim = k.shape[1], k.shape[2], v.shape[3]
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must have the same B, Hkv and Sk of (B, Hkv, Sk, D): {shapes}.")
+    if batch != k.shape[0] or head_dim != k.shape[3]:
+        raise ValueError(f"q, k and v must agree in batch size and head dimension: {shapes}.")
+    if 0 in k.shape or not heads or not v_dim:
+        raise ValueError(f"Sequences, heads, keys and head dimension must not be empty: {shapes}.")
+    if heads % kv_heads:
+        raise ValueError(f"The heads of q must be a multiple of those of k and v: {shapes}.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}.")
+    if not q.dtype.is_floating_point:
+        raise TypeError(f"Attention takes floating-point tensors, and these are {q.dtype}.")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}.")
+    for name, flag in (("causal", causal), ("return_lse", with_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False; it is {flag!r}.")
+    if window is not None:
+        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+            raise ValueError(f"window must be None or a whole number of keys, at least 1; it is {window!r}.")
+        window = _limiting(window, causal, sq, sk)
     for name, mod in (("mask_mod", mask_mod), ("score_mod", score_mod)):
         if mod is not None and (not callable(mod) or mod.__hash__ is None):
             raise TypeError(f"{name} must be None or a hashable function of indices; its type is {type(mod).__name__}.")
-    if mask_mod is not None or score_mod is not None:
+    # Under fake tensors and vmap, whoever set them up may count the calls.
+    if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
         _try_once(mask_mod, score_mod, q.device)
-    scale = q.shape[3] ** -0.5 if scale is None else _finite(scale)
-    (batch, heads, sq, head_dim), (kv_heads, sk) = q.shape, k.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else _finite(scale)
     shape = batch, heads, kv_heads, sq, sk, head_dim
-    window = None if window is None else _limiting(window, causal, sq, sk)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    v_dim = v.shape[3] if v.shape[3] != head_dim else 0
-    return Problem(*shape, q.dtype, q.device, causal, scale, window, needs_grad, mask_mod, score_mod, v_dim, with_lse)
+    functions = mask_mod, score_mod, v_dim if v_dim != head_dim else 0
+    return Problem(*shape, q.dtype, q.device, causal, scale, window, needs_grad(q, k, v), *functions, with_lse)
 
 
 def _limiting(window: int, is_causal: bool, sq: int, sk: int) -> int | None:
@@ -227,61 +212,23 @@ def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
 
 
 def _finite(scale: float) -> float:
-    try:
-        number = float(scale)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"scale must be None or a finite number; it is {scale!r}.")
-    return number
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if math.isfinite(number := float(scale)):
+            return number
+    raise ValueError(f"scale must be None or a finite number; it is {scale!r}.")
 
 
-_tried: weakref.WeakSet = weakref.WeakSet()
-
-
+@functools.lru_cache(maxsize=64)  # functions that are new here
 def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torch.device) -> None:
-    """Call functions that are new here for one pair: an error if they raise, or return no mask, or no score.
+    """Call functions for one pair: an error if they raise, or return no mask, or no score.
 
     The compiled FlexAttention takes a modifier that returns None for one that changes nothing.
     """
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return  # fake tensors and vmap: whoever set them up may count the calls
-    index = functools.partial(torch.zeros, 1, dtype=torch.int32, device=device)
-    trials = (
-        (mask_mod, lambda mod: evaluate(mod, index(), index())),
-        (score_mod, lambda mod: modify_scores(mod, torch.zeros(1, 1, device=device))),
-    )
-    for mod, trial in trials:
-        if mod is None or mod in _tried:
-            continue
-        trial(mod)
-        with contextlib.suppress(TypeError):  # some callables take no weak reference
-            _tried.add(mod)
-
-
-def allowed_keys(problem: Problem) -> torch.Tensor | None:
-    """Return the whole mask, True where a query sees a key; None if every query sees every key.
-
-    It is (Sq, Sk) if it is the same for all sequences and heads, else (B, H, Sq, Sk), with B or H one where it is the same.
-    """
-    mask, sq, sk, device, allowed = problem.mask_mod, problem.sq, problem.sk, problem.device, None
-    if mask is not None:
-        sequences, heads = different_masks(mask, problem.batch, problem.heads, device)
-        each = [dense_mask(mask, sq, sk, device, b, h) for b in range(sequences) for h in range(heads)]
-        allowed = each[0] if len(each) == 1 else torch.stack(each).view(sequences, heads, sq, sk)
-    queries, keys = (torch.arange(n, device=device) for n in (sq, sk))
-    return visible_pairs(problem, queries, keys, allowed)
-
-
-def visible_pairs(problem: Problem, queries, keys, allowed: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the pairs of `allowed` (None: all) that `causal` and `window` let through; None: all."""
-    if not problem.causal and problem.window is None:
-        return allowed
-    distance = queries[:, None] + (problem.sk - problem.sq) - keys  # the last query is at the last key
-    keep = torch.ones_like(distance, dtype=torch.bool) if allowed is None else allowed
-    if problem.causal:
-        keep = keep & (distance >= 0)
-    return keep if problem.window is None else keep & (distance.abs() < problem.window)
+    if mask_mod is not None:
+        index = torch.zeros(1, dtype=torch.int32, device=device)
+        evaluate(mask_mod, index, index)
+    if score_mod is not None:
+        modify_scores(score_mod, torch.zeros(1, 1, device=device))
 
 
 # ---- backends ----------------------------------------------------------------------------------------------
@@ -303,8 +250,7 @@ class Options:
     @property
     def given(self) -> tuple[str, ...]:
         """The names of the options that the caller gave."""
-        names = ("block_size", "mode", "kernel_options")
-        return tuple(name for name in names if getattr(self, name) is not None)
+        return tuple(x for x in ("block_size", "mode", "kernel_options") if getattr(self, x) is not None)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -342,16 +288,20 @@ class Bound:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention.
+    """One way to compute attention: `run` of a kernel that knows no functions, `bind` of all others.
 
     Attributes:
         name: its name in `attention(..., backend=name)`.
         summary: half a sentence for tables.
         machine: whether it runs on this machine at all.
         refuses: why it cannot do a problem with these options, a sentence that begins with "it"; "" if it can.
-        bind: its function for a problem that it accepts; may raise Refused.
         kernels: regular expression that the names of its GPU kernels match: the proof that it ran.
-        cpu_operators: the same for the names of operators on a CPU.
+        bind: its function for a problem that it accepts; may raise Refused.
+        run: run(q, k, v, problem) computes a problem in its plain form, `form`, which `refuses` gets too.
+        again: again(q, k, v, problem) returns a quicker function for tensors that lie as these do, or None.
+        form: the problem without functions, `Problem.plain` or `Problem.plain_or_packed`. Where that is None, `bind` does it.
+        largest_head: of a kernel for 16-bit tensors of an NVIDIA GPU, whose head dimensions are multiples of 8. 0: of any other.
+        cpu_operators: what `kernels` is, for the names of operators on a CPU.
         implementation: the package and version behind it.
         options: the fields of Options that it takes; any other option is refused.
         returns_lse: it returns the log-sum-exp with the output where that is asked for.
@@ -363,8 +313,12 @@ class Backend:
     summary: str
     machine: Callable[[], Support]
     refuses: Callable[[Problem, Options], str]
-    bind: Callable[[Problem, Options], Bound]
     kernels: str
+    bind: Callable[[Problem, Options], Bound] | None = None
+    run: Callable[..., Any] | None = None
+    again: Callable[..., Attend | None] = lambda q, k, v, problem: None
+    form: Callable[[Problem], Problem | None] = Problem.plain
+    largest_head: int = 0
     cpu_operators: str = ""
     implementation: Callable[[], str] = lambda: ""
     options: tuple[str, ...] = ()
@@ -379,65 +333,44 @@ class Backend:
                 return Support(False, f"it takes no {name}, and {getattr(options, name)} was given.")
         if not (machine := self.machine()).ok:
             return machine
+        plain = self.form(problem) if self.run else None
         if problem.dtype.itemsize == 1:
             reason = f"it takes no 8-bit numbers, and the tensors are {problem.type_name}: convert them, or use attention_decode."
         elif problem.with_lse and not self.returns_lse:
             reason = "it keeps its log-sum-exp to itself, and return_lse or sink needs it."
         elif problem.v_dim and not self.takes_v_dim:
             reason = f"it takes values as wide as the keys, and these are {problem.v_dim} and {problem.head_dim} wide."
+        elif self.largest_head and problem.device.type != "cuda":
+            reason = f"it needs an NVIDIA GPU, and the tensors are on {problem.device}."
+        elif self.largest_head and problem.dtype not in (torch.float16, torch.bfloat16):
+            reason = f"it takes float16 and bfloat16, not {problem.type_name}."
+        elif self.largest_head and (problem.head_dim % 8 or problem.head_dim > self.largest_head):
+            reason = (
+                f"its head dimension is a multiple of 8 up to {self.largest_head}, and {problem.head_dim} was given."
+            )
+        elif plain is not None or self.bind:
+            reason = self.refuses(plain or problem, options)
+        elif problem.score_mod is not None:
+            reason = f"it takes no score modifier, and {name_of(problem.score_mod)} was given."
         else:
-            reason = self.refuses(problem, options)
+            reason = (
+                "it takes causal, sliding_window, documents(span) and both(causal, documents(span)) with as many queries "
+                "as keys (documents: as many heads of K as of Q, a span that divides the length), and the mask is "
+                f"{name_of(problem.mask_function())}."
+            )
         return Support(not reason, reason)
 
-
-Form = Callable[[Problem], Problem | None]  # a problem as a kernel sees it; None if the kernel cannot
-
-
-def refuse_functions(
-    refuses: Callable[[Problem], str], form: Form = Problem.plain
-) -> Callable[[Problem, Options], str]:
-    """Make `Backend.refuses` of a kernel that knows no functions: it is asked about the problem's plain form."""
-
-    def reason(problem: Problem, options: Options) -> str:
-        if (plain := form(problem)) is not None:
-            return refuses(plain)
-        if problem.score_mod is not None:
-            return f"it takes no score modifier, and {name_of(problem.score_mod)} was given."
-        return (
-            "it takes causal, sliding_window, documents(span) and both(causal, documents(span)) with as many queries as "
-            "keys (documents: as many heads of K as of Q, a span that divides the length), and the mask is "
-            f"{name_of(problem.mask_function())}."
-        )
-
-    return reason
-
-
-def bind_plain(
-    run: Callable[..., Any], again: Callable[..., Attend | None] | None = None, form: Form = Problem.plain
-) -> Callable[[Problem, Options], Bound]:
-    """Make `Backend.bind` of a kernel that knows no functions.
-
-    Args:
-        run: run(q, k, v, problem) computes a plain problem.
-        again: again(q, k, v, problem) returns a quicker function for tensors that lie as these do, or None.
-        form: the problem without functions, `Problem.plain` or `Problem.plain_or_packed`.
-    """
-
-    def bind(problem: Problem, options: Options) -> Bound:
-        plain = form(problem)
-        assert plain is not None, "refuse_functions has said no"
-        call: Attend = functools.partial(run, problem=plain)
-        settings: dict = {}
-        if plain is not problem:
-            call, settings = on_plain_shapes(problem, plain, call), describe_plain(problem, plain)
-
-        def quicker(q, k, v) -> Attend:
-            # The views of documents are made at each call.
-            return (again(q, k, v, plain) if again is not None and plain.sq == problem.sq else None) or call
-
-        return Bound(call, settings, light=True, again=quicker)
-
-    return bind
+    def bind_problem(self, problem: Problem, options: Options = NO_OPTIONS) -> Bound:
+        """Return its function for a problem that it accepts; raises Refused if the library says no only now."""
+        plain = self.form(problem) if self.run else None
+        if plain is None or self.run is None:
+            assert self.bind is not None, "support has said no"
+            return self.bind(problem, options)
+        call: Attend = functools.partial(self.run, problem=plain)
+        settings = {} if plain is problem else describe_plain(problem, plain)
+        if plain.sq != problem.sq:  # the views of documents are made at each call
+            return Bound(on_plain_shapes(problem, plain, call), settings, light=True)
+        return Bound(call, settings, light=True, again=lambda q, k, v: self.again(q, k, v, plain) or call)
 
 
 def on_plain_shapes(problem: Problem, plain: Problem, attend: Attend) -> Attend:
@@ -465,14 +398,3 @@ def describe_plain(problem: Problem, plain: Problem) -> dict:
     parts += [f"documents of {plain.sq} as sequences"] if plain.sq != problem.sq else []
     parts += [f"{len(plain.lengths)} packed sequences"] if plain.lengths else []
     return {"kernel_mask": ", ".join(parts) or "no mask"}
-
-
-def reason_against_tensors(problem: Problem) -> str:
-    """Say why a kernel for 16-bit tensors of a GPU does not take tensors like these; "" if it does."""
-    if problem.device.type != "cuda":
-        return f"it needs an NVIDIA GPU, and the tensors are on {problem.device}."
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, not {problem.type_name}."
-    if problem.head_dim % 8 or problem.head_dim > 256:
-        return f"its head dimension is a multiple of 8 up to 256, and {problem.head_dim} was given."
-    return ""

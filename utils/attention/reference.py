@@ -12,11 +12,36 @@ from collections.abc import Iterator
 
 import torch
 
-from utils.attention.masks.mask_mods import evaluate, same_for_all_heads
+from utils.attention.masks.mask_mods import dense_mask, different_masks, evaluate, same_for_all_heads
 from utils.attention.masks.score_mods import modify_scores
-from utils.attention.problem import Problem, make_problem, visible_pairs
+from utils.attention.problem import Problem, make_problem
 
 CHUNK_BYTES = 512 * 1024**2  # memory for the scores of one chunk of rows, with their gradients
+
+
+def allowed_keys(problem: Problem) -> torch.Tensor | None:
+    """Return the whole mask, True where a query sees a key; None if every query sees every key.
+
+    It is (Sq, Sk) if it is the same for all sequences and heads, else (B, H, Sq, Sk), with B or H one where it is the same.
+    """
+    mask, sq, sk, device, allowed = problem.mask_mod, problem.sq, problem.sk, problem.device, None
+    if mask is not None:
+        sequences, heads = different_masks(mask, problem.batch, problem.heads, device)
+        each = [dense_mask(mask, sq, sk, device, b, h) for b in range(sequences) for h in range(heads)]
+        allowed = each[0] if len(each) == 1 else torch.stack(each).view(sequences, heads, sq, sk)
+    queries, keys = (torch.arange(n, device=device) for n in (sq, sk))
+    return visible_pairs(problem, queries, keys, allowed)
+
+
+def visible_pairs(problem: Problem, queries, keys, allowed: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the pairs of `allowed` (None: all) that `causal` and `window` let through; None: all."""
+    if not problem.causal and problem.window is None:
+        return allowed
+    distance = queries[:, None] + (problem.sk - problem.sq) - keys  # the last query is at the last key
+    keep = torch.ones_like(distance, dtype=torch.bool) if allowed is None else allowed
+    if problem.causal:
+        keep = keep & (distance >= 0)
+    return keep if problem.window is None else keep & (distance.abs() < problem.window)
 
 
 @torch.no_grad()

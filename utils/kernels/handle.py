@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import re
 import struct
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from torch.compiler import is_compiling
 
 from utils.newest import Newest
 
-_PLAIN = torch.Tensor, torch.nn.Parameter
+_PLAIN, _requires_grad = {torch.Tensor, torch.nn.Parameter}, operator.attrgetter("requires_grad")
 _empty_strided = torch._C._dynamo.guards._empty_strided_cuda
 KEPT: Newest[tuple, Any] = Newest(4096)
 _BOUND: Newest[tuple, list] = Newest(4096)  # packed launches, by handles, stream and addresses
@@ -196,7 +197,6 @@ def start(handles: tuple[Handle, ...], addresses: tuple[int, ...]) -> None:
             torch.cuda.mem_get_info(index)  # gives this thread the device's context
             result = launch(*arguments)
         _check(result)
-    return None
 
 
 def observed(*tensors: torch.Tensor) -> bool:
@@ -207,9 +207,9 @@ def observed(*tensors: torch.Tensor) -> bool:
     """
     if is_compiling() or _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
         return True
-    return any([x.__class__ not in _PLAIN for x in tensors])
+    return not _PLAIN.issuperset(map(type, tensors))
 
 
 def needs_grad(*tensors: torch.Tensor) -> bool:
     """Whether autograd has to see a call."""
-    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+    return torch.is_grad_enabled() and any(map(_requires_grad, tensors))

@@ -21,7 +21,7 @@ from utils.attention.masks.sparsity import sparsity
 from utils.attention.prepared import compiled_versions, own_copy
 from utils.benchmark.measuring import measure_together
 from utils.checking.labs.lab2_flexattention import *  # noqa: F403
-from utils.files import output_path, recorded_table
+from utils.files import output_path
 from utils.labs import session
 from utils.labs.session import H200, beside_guess, guesses, keep, plot_bars, results, small_task
 from utils.machine.device import compile_support, default_device
@@ -225,16 +225,9 @@ def plot_trace(trace: Path, call_name: str, title: str) -> None:
     plt.show()
 
 
-def _here_and_recorded(name: str) -> dict[str, pd.DataFrame]:
-    """Return this run's table of that name, if there is one, and without a GPU the one that was recorded on an H200."""
-    recorded = None if on_gpu else recorded_table(H200 / "lab2.json", name)
-    tables = {"this machine": pd.DataFrame(results.get(name, [])), "an H200, recorded": recorded}
-    return {place: table for place, table in tables.items() if table is not None and len(table)}
-
-
 def plot_cliff(limit: int = 2) -> None:
     """Draw the speed of each setting of `dynamic` over the lengths, and shade where the static kernels have run out."""
-    tables = _here_and_recorded("cliff")
+    tables = session.here_and_recorded("lab2", "cliff")
     if not tables:
         return
     _, axes = plt.subplots(1, len(tables), figsize=(1 + 5 * len(tables), 3.4), layout="constrained", squeeze=False)
@@ -242,9 +235,9 @@ def plot_cliff(limit: int = 2) -> None:
         unit, lengths = table.columns[-1], sorted(table["tokens"].unique())
         for i, (name, rows) in enumerate(table.groupby("setting", sort=False)):
             ax.plot(rows["tokens"], rows[unit], **series(i).line, label=name)
-        ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color=series(1).color, alpha=0.15)
+        band = {"color": series(1).color, "alpha": 0.15, "label": "past the limit"}
+        ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, **band)
         ax.set_ylim(0)
-        ax.text(lengths[limit], ax.get_ylim()[1] * 0.6, "past the limit", fontsize=9)
         if ax is axes[0][-1]:
             ax.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
         style_axes(ax, x="tokens", y=unit, title=place)
@@ -253,7 +246,7 @@ def plot_cliff(limit: int = 2) -> None:
 
 def plot_sweep() -> None:
     """Draw the speed-up of documents in blocks of each size, and its share of what the blocks promise."""
-    for place, table in _here_and_recorded("sweep").items():
+    for place, table in session.here_and_recorded("lab2", "sweep").items():
         drawn = table.rename(columns={"block": "block_size", "span": "doc_span", "measured": "speedup"})
         rows = drawn.assign(ideal=drawn["blocks promise"]).to_dict("records")
         plot_sparsity_sweep(rows, title=f"times as fast: {place}")

@@ -210,7 +210,10 @@ def score_rule(rule: Callable[[pd.Series], str], grid: pd.DataFrame, where: str)
     timed = grid[grid["status"] == "ok"]
     ms = timed.pivot(index="shape", columns="backend", values="ms")
     calls = timed.drop_duplicates("shape").set_index("shape")
-    chosen = pd.Series({shape: ms.at[shape, rule(call)] for shape, call in calls.iterrows()})
+    answers = {shape: rule(call) for shape, call in calls.iterrows()}
+    if unknown := set(answers.values()) - set(ms):
+        raise ValueError(f"A rule returns one of {list(ms)} for every call, and this one returned {unknown.pop()!r}.")
+    chosen = pd.Series({shape: ms.at[shape, backend] for shape, backend in answers.items()})
     lost = chosen / ms.min(axis=1)
     return {
         "shapes": where,

@@ -88,6 +88,13 @@ def show_recorded(lab: str, table: str, renamed: Mapping[str, str] | None = None
         show(rows.rename(columns=renamed or {}))
 
 
+def here_and_recorded(lab: str, name: str) -> dict[str, pd.DataFrame]:
+    """Return a table of this run, and the same table as it was recorded on an H200; one without rows is left out."""
+    recorded = recorded_table(H200 / f"{lab}.json", name)
+    tables = {"this machine": pd.DataFrame(results.get(name, [])), "H200, recorded": recorded}
+    return {place: table for place, table in tables.items() if table is not None and len(table)}
+
+
 def plot_beside(lab: str, name: str, columns: Sequence[str], label: str | list[str] = "", title: str = "") -> None:
     """Draw columns of a table of this run, and below it of the same table as it was recorded on an H200.
 
@@ -98,21 +105,18 @@ def plot_beside(lab: str, name: str, columns: Sequence[str], label: str | list[s
         label: as for `plot_bars`.
         title: title of the picture.
     """
-    recorded = recorded_table(H200 / f"{lab}.json", name)
-    tables = {"this machine": pd.DataFrame(results.get(name, [])), "H200, recorded": recorded}
-    plot_bars({place: table for place, table in tables.items() if table is not None}, columns, label, title)
+    plot_bars(here_and_recorded(lab, name), columns, label, title)
 
 
 def plot_bars(tables: Mapping[str, pd.DataFrame], columns: Sequence[str], label: str | list[str] = "", title: str = ""):
     """Draw bars: a row of panels for each table, each panel with a scale of its own.
 
     Args:
-        tables: {the words above its panels: a table}; one without rows is left out.
+        tables: {the words above its panels: a table}.
         columns: the columns to draw.
         label: the column, or columns, that name the bars; the first one if none is named.
         title: title of the picture.
     """
-    tables = {place: table for place, table in tables.items() if len(table)}
     if not tables:
         return
     sizes = [len(table) for table in tables.values()]

@@ -202,7 +202,7 @@ def test_no_queries_are_nothing_to_decode(monkeypatch):
     monkeypatch.setattr(launch, "forward", lambda *tensors, **problem: "forward")
     assert gluon._run(q, k, v, make_problem(q, k, v)) == "forward"
     monkeypatch.undo()
-    out, lse = launch._run(q, k, v, True, 0.125, 0, True, 5)
+    out, lse = launch.run_step(q, k, v, True, 0.125, 0, True, 5)
     assert out.shape == q.shape and lse.shape == (1, 2, 0)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from utils import gluon_cpu
+from utils.machine.device import Support
 from utils.machine.versions import installed_version
 
 if (installed_version("triton") or (0,)) < (3, 7):
@@ -18,7 +19,7 @@ from utils.attention import attention, make_problem
 from utils.attention.backends import gluon as backend
 from utils.attention.gluon.blackwell import attention as kernels
 from utils.attention.gluon.offline import compile_blackwell
-from utils.attention.problem import NO_OPTIONS, Options, Problem
+from utils.attention.problem import Options, Problem
 from utils.gluon_cpu.compiling import import_file, write_source
 from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, compile_gluon
 
@@ -107,8 +108,7 @@ def test_the_door_takes_it_by_name_only_and_warns():
     expected = attention(q.double(), k.double(), v.double(), causal=True, scale=-0.1, backend="naive")
     assert (out.double() - expected).norm() / expected.norm() < 4e-3
     problem = Problem(1, 2, 2, 40, 40, 80, torch.float16, torch.device("cuda"), True, 0.1, None, False)
-    refuses = backend.ON_BLACKWELL.refuses
-    assert refuses(problem, NO_OPTIONS) == "" and "window" in refuses(
-        dataclasses.replace(problem, window=8), NO_OPTIONS
-    )
-    assert "by its name only" in refuses(problem, Options(tuned=True))
+    support = dataclasses.replace(backend.ON_BLACKWELL, machine=lambda: Support(True)).support
+    assert support(problem) and "window" in support(dataclasses.replace(problem, window=8)).reason
+    assert "up to 128" in support(dataclasses.replace(problem, head_dim=136)).reason
+    assert "by its name only" in support(problem, Options(tuned=True)).reason

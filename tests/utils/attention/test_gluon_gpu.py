@@ -169,7 +169,9 @@ def test_nothing_is_written_outside_of_the_output(step):
         lse = lses[zone : zone + 6 * sq].view(2, 3, sq)
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
-        launch._launch(step, q, k, v, out, lse, True, head_dim**-0.5 * launch.LOG2_E, 0, True)
+        plan, programs = launch.plan_of(step, q, k, True, 0), launch.processors(q.device)
+        options = True, 0, True, head_dim**-0.5 * launch.LOG2_E, plan, programs
+        launch.step_module(step).launch(launch.Arguments(q, k, v, out, lse, *options))
         torch.cuda.synchronize()
         for buffer, inner in ((whole, out), (lses, lse)):
             assert (buffer[:zone] == 7).all() and (buffer[-zone:] == 7).all()

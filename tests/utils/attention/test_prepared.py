@@ -19,7 +19,7 @@ from utils.attention.backends.flex import fewer_stages, first_that_fits, needed_
 from utils.attention.choosing import rank_backends
 from utils.attention.masks import both, causal, document_ids, documents, negate, prefix_lm, score_mods, sliding_window
 from utils.attention.problem import NO_OPTIONS, Options
-from utils.machine.device import compile_support
+from utils.machine.device import Support, compile_support
 
 needs_compiler = pytest.mark.skipif(not compile_support(), reason=compile_support().reason)
 FP32_ERROR = 1e-5
@@ -206,13 +206,16 @@ def test_limits_of_flash_attention_4_are_said_without_a_gpu(head_dim, block, rea
         return dataclasses.replace(problem, device=torch.device("cuda"))
 
     options = Options(block_size=(block, block) if isinstance(block, int) else block)
-    cute, flash = find_backend("cute").refuses, find_backend("flex_flash").refuses
+    cute, flash, gluon = (
+        dataclasses.replace(find_backend(name), machine=lambda: Support(True)).support
+        for name in ("cute", "flex_flash", "gluon")
+    )
     problem = on_gpu(documents(32), head_dim=head_dim, dtype=torch.bfloat16)
-    for refuses in (cute, flash):
-        assert re.search(reason, refuses(problem, options))
-    assert not cute(on_gpu(causal, head_dim=64, dtype=torch.bfloat16), NO_OPTIONS)
-    assert "float16 and bfloat16, not float32" in cute(on_gpu(causal), NO_OPTIONS)
-    assert "causal, documents(span)" in find_backend("gluon").refuses(on_gpu(prefix_lm(7)), NO_OPTIONS)
+    for support in (cute, flash):
+        assert re.search(reason, support(problem, options).reason)
+    assert cute(on_gpu(causal, head_dim=64, dtype=torch.bfloat16))
+    assert "float16 and bfloat16, not float32" in cute(on_gpu(causal)).reason
+    assert "causal, documents(span)" in gluon(on_gpu(prefix_lm(7), dtype=torch.bfloat16)).reason
 
 
 def test_bad_arguments_are_named():
@@ -327,7 +330,7 @@ def test_what_flash_attention_4_is_asked(monkeypatch, arguments, expected):
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace())
     monkeypatch.setitem(sys.modules, "flash_attn.cute", types.SimpleNamespace(flash_attn_func=flash_attn_func))
     q, k, v = tensors(sq=256, sk=256)
-    bound = find_backend("cute").bind(make_problem(q, k, v, **arguments), NO_OPTIONS)
+    bound = find_backend("cute").bind_problem(make_problem(q, k, v, **arguments))
     assert torch.equal(bound.call(q, k, v), q) and asked["softmax_scale"] == 0.25
     assert expected.items() <= asked.items()
 

@@ -1,5 +1,6 @@
 """What a watch sees of a student's code, however the code spells it."""
 
+import contextlib
 import json
 import re
 
@@ -304,3 +305,13 @@ def test_ordinary_habits_keep_to_the_rule(operands):
     """Only what runs counts: np.sqrt of a number, assert, is_cuda, a comparison with the library under `if DEBUG`."""
     got = Answer(_with_habits, Rule((MATMUL,), 1))(*operands)
     assert torch.allclose(got, operands[0] @ operands[1], atol=1e-5)
+
+
+def test_uncompiled_flex_attention_works_under_a_watch_and_after_it():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 1, 128, 16)
+    expected = torch.softmax(q @ q.mT / 4, -1) @ q
+    for watch in (OperationWatch(), OperationWatch(), contextlib.nullcontext()):
+        with watch:
+            assert torch.allclose(flex_attention(q, q, q), expected, atol=1e-5)

@@ -3,7 +3,6 @@
 import importlib.util
 import itertools
 import linecache
-import math
 import subprocess
 import sys
 import threading
@@ -234,21 +233,21 @@ def test_a_slot_is_used_again_with_another_shape():
 LADDER = "utils.attention.gluon.launch"
 
 
-def attention(q, k, v, causal, window):
-    """Compute attention in fp64; the last query has the position of the last key."""
-    q, k, v = q.double(), k.double(), v.double()
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    rows = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
-    keys = torch.arange(k.shape[2])[None, :]
-    keep = torch.ones_like(scores, dtype=torch.bool)
-    if causal:
-        keep &= keys <= rows
-    if window:
-        keep &= (keys > rows - window) & ((keys < rows + window) | torch.tensor(causal))
-    return torch.softmax(scores.masked_fill(~keep, -math.inf), -1).nan_to_num() @ v
+def simulated(shape, causal=False, window=0, step=5, seed=None):
+    """Run a step on random tensors, compare its output and log-sum-exp with float64, and return both."""
+    from utils.attention import reference
+
+    torch.manual_seed(shape[4])
+    batch, heads, kv_heads, sq, sk, head_dim = shape
+    q, k, v = (torch.randn(batch, h, s, head_dim).bfloat16() for h, s in ((heads, sq), (kv_heads, sk), (kv_heads, sk)))
+    with gluon_cpu.simulate(seed=seed) as run:
+        found = importlib.import_module(LADDER).run_step(q, k, v, causal, head_dim**-0.5, window, True, step)
+    out, lse = reference(q, k, v, causal=causal, window=window or None)
+    assert run.ok and (found[0].double() - out).abs().max() < 0.02 and (found[1] - lse).abs().max() < 1e-3
+    return found
 
 
+@pytest.mark.usefixtures("unwritten_is_nan")
 @pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(
@@ -262,17 +261,11 @@ def attention(q, k, v, causal, window):
     ],
 )
 def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
-    launch = importlib.import_module(LADDER)
-    monkeypatch.setattr(launch, "processors", lambda device: 4)
-    window = window if step == 5 else 0  # the other steps have none
-    batch, heads, kv_heads, sq, sk, head_dim = shape
-    q, k, v = (torch.randn(batch, h, s, head_dim).bfloat16() for h, s in ((heads, sq), (kv_heads, sk), (kv_heads, sk)))
-    out, lse = torch.full_like(q, float("nan")), torch.empty(batch, heads, sq)
-    with gluon_cpu.simulate(seed=seed) as run:
-        launch._launch(step, q, k, v, out, lse, causal, head_dim**-0.5 * math.log2(math.e), window, True)
-    assert run.ok and (out.double() - attention(q, k, v, causal, window)).abs().max() < 0.02
+    monkeypatch.setattr(f"{LADDER}.processors", lambda device: 4)
+    simulated(shape, causal, window if step == 5 else 0, step, seed)  # the other steps have no window
 
 
+@pytest.mark.usefixtures("unwritten_is_nan")
 @pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize(
     ("head_dim", "sk", "programs", "variant"),
@@ -280,30 +273,18 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
 )
 def test_full_attention_in_several_tiles_a_program(head_dim, sk, programs, variant, monkeypatch):
     """Step 5 without a mask: one to six tiles for each program, two to five blocks of keys, full and partial ones."""
-    launch = importlib.import_module(LADDER)
-    monkeypatch.setattr(launch, "processors", lambda device: programs)
-    monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
-    torch.manual_seed(sk)
-    q, k, v = (torch.randn(3, h, s, head_dim).bfloat16() for h, s in ((2, 130), (1, sk), (1, sk)))
-    out, lse = torch.full_like(q, float("nan")), torch.full((3, 2, 130), float("nan"))
-    with gluon_cpu.simulate(seed=sk) as run:
-        launch._launch(5, q, k, v, out, lse, False, head_dim**-0.5 * math.log2(math.e), 0, True)
-    assert run.ok and (out.double() - attention(q, k, v, False, 0)).abs().max() < 0.02
-    expected = torch.logsumexp(q.double() @ k.double().mT * head_dim**-0.5, -1)
-    assert (lse - expected).abs().max() < 1e-3
+    monkeypatch.setattr(f"{LADDER}.processors", lambda device: programs)
+    monkeypatch.setattr(f"{LADDER}.variant_for", lambda *given: variant)
+    simulated((3, 2, 1, 130, sk, head_dim), seed=sk)
 
 
+@pytest.mark.usefixtures("unwritten_is_nan")
 @pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize(
     ("shape", "causal", "window", "variant", "programs"),
     [
-        (
-            (1, 2, 1, 128, 1034, 64),
-            True,
-            0,
-            "few",
-            4,
-        ),  # one tile of 128 rows is two, if the first begins ten rows before them
+        # One tile of 128 rows is two, if the first begins ten rows before them.
+        ((1, 2, 1, 128, 1034, 64), True, 0, "few", 4),
         ((1, 2, 2, 130, 389, 128), True, 0, "", 2),
         ((1, 1, 1, 60, 520, 256), False, 0, "", 1),
         ((1, 1, 1, 100, 200, 256), False, 60, "one", 1),
@@ -313,27 +294,10 @@ def test_full_attention_in_several_tiles_a_program(head_dim, sk, programs, varia
 )
 def test_tiles_that_begin_before_the_first_query(shape, causal, window, variant, programs, monkeypatch):
     """Step 5 where Sk - Sq is no multiple of 64; the same bits twice."""
-    launch = importlib.import_module(LADDER)
-    monkeypatch.setattr(launch, "processors", lambda device: programs)
-    monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
-    torch.manual_seed(shape[4])
-    batch, heads, kv_heads, sq, sk, head_dim = shape
-    q, k, v = (torch.randn(batch, h, s, head_dim).bfloat16() for h, s in ((heads, sq), (kv_heads, sk), (kv_heads, sk)))
-    found = []
-    for seed in (1, 2):
-        out, lse = torch.full_like(q, float("nan")), torch.full((batch, heads, sq), float("nan"))
-        with gluon_cpu.simulate(seed=seed) as run:
-            launch._launch(5, q, k, v, out, lse, causal, head_dim**-0.5 * math.log2(math.e), window, True)
-        assert run.ok
-        found.append((out, lse))
-    (out, lse), (again, lse_again) = found
+    monkeypatch.setattr(f"{LADDER}.processors", lambda device: programs)
+    monkeypatch.setattr(f"{LADDER}.variant_for", lambda *given: variant)
+    (out, lse), (again, lse_again) = (simulated(shape, causal, window, seed=seed) for seed in (1, 2))
     assert torch.equal(out, again) and torch.equal(lse, lse_again)
-    assert (out.double() - attention(q, k, v, causal, window)).abs().max() < 0.02
-    if not window:
-        scores = q.double() @ k.double().repeat_interleave(heads // kv_heads, 1).mT * head_dim**-0.5
-        hidden = torch.arange(sk) > torch.arange(sq)[:, None] + sk - sq
-        expected = torch.logsumexp(scores.masked_fill(hidden & causal, float("-inf")), -1)
-        assert (lse - expected).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("scatter", [False, True])

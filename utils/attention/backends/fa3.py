@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
-from utils.attention.backends.flash_attn import heads_first, packed_arguments, reason_against, rows_first, window_size
-from utils.attention.problem import Backend, Problem, bind_plain, positive_scale, refuse_functions
+from utils.attention.backends.flash_attn import heads_first, one_batch, packed_arguments, rows_first, window_size
+from utils.attention.problem import Backend, Options, Problem, positive_scale
+from utils.kernels.handle import needs_grad
 from utils.machine.device import Support, compute_capability, cuda_support
 from utils.validation import first_line
 
@@ -78,10 +79,10 @@ def _machine() -> Support:
     return _library()[0]
 
 
-def _refuses(problem: Problem) -> str:
+def _refuses(problem: Problem, options: Options) -> str:
     if problem.causal and problem.window is None and problem.has_empty_rows and problem.needs_grad:
         return f"its gradients are not tested for rows without keys (Sq {problem.sq} > Sk {problem.sk})."
-    return reason_against(problem)
+    return one_batch(problem, options)
 
 
 # ---- the operators ------------------------------------------------------------------------------------------
@@ -124,8 +125,7 @@ class _Differentiable(torch.autograd.Function):
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
     q, scale = positive_scale(q, problem.scale)  # the kernels take the maximum before they scale
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    attend = _Differentiable.apply if needs_grad else _forward
+    attend = _Differentiable.apply if needs_grad(q, k, v) else _forward
     return attend(q, k, v, problem.lengths, problem.causal, scale, *window_size(problem, -1))[0]
 
 
@@ -134,8 +134,10 @@ BACKENDS = {
         name="fa3",
         summary="FlashAttention 3, the C++ kernels for Hopper",
         machine=_machine,
-        refuses=refuse_functions(_refuses, Problem.plain_or_packed),
-        bind=bind_plain(_run, form=Problem.plain_or_packed),
+        refuses=_refuses,
+        run=_run,
+        form=Problem.plain_or_packed,
+        largest_head=256,
         kernels=r"flash::.*Sm90|FlashAttnFwdSm90|FlashAttnBwdSm90",
         implementation=lambda: f"FlashAttention 3, {_library()[1]}",
     )

@@ -15,16 +15,7 @@ import torch
 
 from utils.attention.backends.flex import bind_flash, refuses_flash
 from utils.attention.choosing import of_lengths
-from utils.attention.problem import (
-    Backend,
-    Bound,
-    Options,
-    Problem,
-    bind_plain,
-    positive_scale,
-    reason_against_tensors,
-    refuse_functions,
-)
+from utils.attention.problem import Backend, Options, Problem, positive_scale
 from utils.attention.sequences import packed_starts
 from utils.machine.device import Support, cuda_support, flash_attn_support
 
@@ -38,11 +29,10 @@ def window_size(problem: Problem, unlimited: int | None) -> tuple:
     return (problem.window - 1, 0 if problem.causal else problem.window - 1)
 
 
-def reason_against(problem: Problem) -> str:
-    """Say why a library that packs sequences as (S, H, D) does not take tensors like these; "" if it does."""
+def one_batch(problem: Problem, options: Options) -> str:
+    """Say why a library that packs sequences as (S, H, D) does not take a problem; "" if it does."""
     several = problem.lengths and problem.batch > 1
-    packed = f"it packs sequences of one batch, and there are {problem.batch}." if several else ""
-    return reason_against_tensors(problem) or packed
+    return f"it packs sequences of one batch, and there are {problem.batch}." if several else ""
 
 
 def rows_first(x: torch.Tensor, lengths: tuple[int, ...] = ()) -> torch.Tensor:
@@ -107,20 +97,11 @@ def _native(problem: Problem) -> Problem | None:
 
 
 def _refuses_cute(problem: Problem, options: Options) -> str:
-    plain = _native(problem)
-    if plain is None:
+    if problem.mask_mod is not None or problem.score_mod is not None:  # not the kernel's own mask
         return refuses_flash(problem, options)
     if options.block_size is not None:
         return "it does this mask by itself, without blocks, and a block_size was given."
-    return reason_against(plain)
-
-
-_bind_native = bind_plain(functools.partial(_run, version=4), form=_native)
-
-
-def _bind_cute(problem: Problem, options: Options) -> Bound:
-    """Bind FlashAttention 4's kernel: its own mask if it has one, else FlexAttention's way into the same kernel."""
-    return (bind_flash if _native(problem) is None else _bind_native)(problem, options)
+    return one_batch(problem, options)
 
 
 # ---- torch's own FlashAttention 2, of packed sequences ------------------------------------------------------
@@ -131,8 +112,10 @@ def _varlen_machine() -> Support:
     return cuda or Support(False, f"torch.nn.attention.varlen needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)
 
 
-def _refuses_varlen(problem: Problem) -> str:
-    return reason_against(problem) if problem.lengths else "it takes packed sequences only, as cu_seqlens gives them."
+def _refuses_varlen(problem: Problem, options: Options) -> str:
+    return (
+        one_batch(problem, options) if problem.lengths else "it takes packed sequences only, as cu_seqlens gives them."
+    )
 
 
 def _run_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
@@ -155,8 +138,10 @@ BACKENDS = {
         name="flash_attn",
         summary="the flash-attn package that is installed (FlashAttention 4 or 2)",
         machine=lambda: flash_attn_support(2) or flash_attn_support(4),
-        refuses=refuse_functions(reason_against, Problem.plain_or_packed),
-        bind=bind_plain(_run, form=Problem.plain_or_packed),
+        refuses=one_batch,
+        run=_run,
+        form=Problem.plain_or_packed,
+        largest_head=256,
         kernels=r"(?i)flash",
         implementation=_implementation,
     ),
@@ -165,7 +150,10 @@ BACKENDS = {
         summary="FlashAttention 4 in the CuTe DSL (package flash-attn-4)",
         machine=lambda: flash_attn_support(4),
         refuses=_refuses_cute,
-        bind=_bind_cute,
+        bind=bind_flash,  # FlexAttention's way into the same kernel
+        run=functools.partial(_run, version=4),
+        form=_native,
+        largest_head=256,
         kernels=r"(?i)flash_?attention|flash_fwd",
         implementation=lambda: f"flash-attn-4 {metadata.version('flash-attn-4')}",
         options=("block_size",),
@@ -175,8 +163,10 @@ BACKENDS = {
         name="varlen",
         summary="packed sequences by torch.nn.attention.varlen (FlashAttention 2)",
         machine=_varlen_machine,
-        refuses=refuse_functions(_refuses_varlen, Problem.plain_or_packed),
-        bind=bind_plain(_run_varlen, form=Problem.plain_or_packed),
+        refuses=_refuses_varlen,
+        run=_run_varlen,
+        form=Problem.plain_or_packed,
+        largest_head=256,
         kernels=r"(?i)flash_fwd|flash_bwd",
         implementation=lambda: f"varlen_attn of torch {torch.__version__}",
     ),

@@ -22,7 +22,7 @@ from utils.attention.backends.plain import reason_against_compiling
 from utils.attention.masks.blocks import BlockSize, block_sizes, build_timed, count_blocks
 from utils.attention.masks.mask_mods import MaskMod, different_masks, row_chunks
 from utils.attention.prepared import compile_attend, own_copy
-from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused, reason_against_tensors
+from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused
 from utils.machine.device import Support, compile_support, compute_capability, flash_attn_support
 from utils.machine.versions import keep_captured_floats_constant
 
@@ -136,8 +136,6 @@ def _refuses_compiled(problem: Problem, options: Options) -> str:
 
 def refuses_flash(problem: Problem, options: Options) -> str:
     """Say why FlashAttention 4's kernel cannot do this problem through FlexAttention; "" if it can."""
-    if reason := reason_against_tensors(problem):
-        return reason
     if problem.needs_grad:
         return "it is used forward only under functions, and an input requires a gradient."
     if problem.mask_function() is not None and problem.head_dim > 128:
@@ -284,6 +282,7 @@ BACKENDS = {
         machine=lambda: flash_attn_support(4) and compile_support(),
         refuses=refuses_flash,
         bind=bind_flash,
+        largest_head=256,
         kernels=r"(?i)flash_?attention|flash_fwd|flash_attncute",
         implementation=lambda: f"FlexAttention of torch {torch.__version__}, FLASH backend",
         options=("block_size", "mode", "kernel_options"),

@@ -16,15 +16,8 @@ import torch
 
 from utils.attention.gluon.arguments import addressable
 from utils.attention.gluon.decode.plan import MOST_QUERIES, refuse
-from utils.attention.problem import (
-    Attend,
-    Backend,
-    Problem,
-    bind_plain,
-    positive_scale,
-    reason_against_tensors,
-    refuse_functions,
-)
+from utils.attention.problem import Attend, Backend, Options, Problem, positive_scale
+from utils.kernels.handle import KEPT, layout, needs_grad
 from utils.machine.device import compute_capability, gluon_on_blackwell, gluon_support
 
 # Measured on an H200 (docs/kernels/decode.md): the decode kernel is faster than step 5 for up to 32 new tokens, and for up
@@ -41,9 +34,7 @@ def decodes(problem: Problem) -> bool:
     return few and 0 < sq < sk and not refuse(problem.heads // problem.kv_heads, min(sq, MOST_QUERIES), problem.batch)
 
 
-def _refuses(problem: Problem) -> str:
-    if reason := reason_against_tensors(problem):
-        return reason
+def _refuses(problem: Problem, options: Options) -> str:
     if problem.lengths and problem.needs_grad and problem.head_dim > 128:
         return f"its backward pass of packed sequences ends at head dimension 128, and {problem.head_dim} was given."
     if problem.lengths and problem.needs_grad and torch.are_deterministic_algorithms_enabled():
@@ -53,9 +44,8 @@ def _refuses(problem: Problem) -> str:
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
     causal, scale, window, with_lse = problem.causal, problem.scale, problem.window, problem.with_lse
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     # The decode kernel has no backward pass and leaves no log-sum-exp to one.
-    if decodes(problem) and not (with_lse or needs_grad):
+    if decodes(problem) and not (with_lse or needs_grad(q, k, v)):
         from utils.attention.gluon.decode.launch import decode
 
         return decode(q, k, v, causal=causal, scale=scale, window=window)
@@ -65,22 +55,19 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
 
 
 def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Attend | None:
-    """Return the kept launch for tensors of this layout; None if the call must go through `_run`, as for a gradient."""
-    if decodes(problem) or problem.needs_grad or problem.with_lse or problem.scale <= 0:
+    """Return the launch that `run_step` kept for tensors of this layout; None if a call must go through `_run`, as for a gradient."""
+    if decodes(problem) or problem.needs_grad or problem.scale <= 0:
         return None
-    from utils.attention.gluon.launch import repeat
-
-    return repeat(q, k, v, problem.causal, problem.scale, problem.window or 0, problem.lengths)
+    window, lengths = problem.window or 0, problem.lengths
+    return KEPT.get((problem.causal, problem.scale, window, problem.with_lse, 5, lengths, layout(q, k, v)))
 
 
 # ---- Blackwell ---------------------------------------------------------------------------------------------
 
 
-def _refuses_on_blackwell(problem: Problem) -> str:
-    if reason := reason_against_tensors(problem):
-        return reason
-    if problem.head_dim > 128:
-        return f"its head dimension is at most 128 on Blackwell, and {problem.head_dim} was given."
+def _refuses_on_blackwell(problem: Problem, options: Options) -> str:
+    if options.tuned:
+        return "no GPU has run its kernel for Blackwell, so it is taken by its name only."
     if problem.window:
         return "it has no sliding window on Blackwell."
     if problem.needs_grad:
@@ -88,10 +75,6 @@ def _refuses_on_blackwell(problem: Problem) -> str:
     if problem.batch * problem.heads > 65535:
         return f"it takes 65535 heads of all sequences on Blackwell, and {problem.batch * problem.heads} were given."
     return ""
-
-
-_NOT_BY_AUTO = "no GPU has run its kernel for Blackwell, so it is taken by its name only."
-_by_name = refuse_functions(_refuses_on_blackwell)
 
 
 @functools.cache
@@ -125,8 +108,11 @@ ON_HOPPER = Backend(
     name="gluon",
     summary="warp-specialized FlashAttention for Hopper, written in Gluon for this course",
     machine=gluon_support,
-    refuses=refuse_functions(_refuses, Problem.plain_or_packed),
-    bind=bind_plain(_run, _again, Problem.plain_or_packed),
+    refuses=_refuses,
+    run=_run,
+    again=_again,
+    form=Problem.plain_or_packed,
+    largest_head=256,
     kernels=r"attention_(step5|decode|backward)",
     implementation=lambda: _implementation("step 5, and its decode kernel"),
     returns_lse=True,
@@ -135,8 +121,9 @@ ON_BLACKWELL = Backend(
     name="gluon",
     summary="warp-specialized FlashAttention for Blackwell in Gluon, simulated only",
     machine=gluon_on_blackwell,
-    refuses=lambda problem, options: _NOT_BY_AUTO if options.tuned else _by_name(problem, options),
-    bind=bind_plain(run_on_blackwell),
+    refuses=_refuses_on_blackwell,
+    run=run_on_blackwell,
+    largest_head=128,
     kernels=r"attention_blackwell",
     implementation=lambda: _implementation("the kernel for Blackwell"),
     returns_lse=True,

@@ -13,7 +13,8 @@ import torch
 
 from utils.attention.masks.score_mods import modify_all_scores
 from utils.attention.prepared import compile_attend, own_copy
-from utils.attention.problem import Attend, Backend, Bound, Options, Problem, allowed_keys
+from utils.attention.problem import Attend, Backend, Bound, Options, Problem
+from utils.attention.reference import allowed_keys
 from utils.machine.device import Support, compile_support
 
 

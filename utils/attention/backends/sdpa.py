@@ -10,7 +10,6 @@ import functools
 import re
 import time
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +18,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils.attention.masks.mask_mods import name_of
-from utils.attention.problem import (
-    Attend,
-    Backend,
-    Bound,
-    Options,
-    Problem,
-    Refused,
-    allowed_keys,
-    on_plain_shapes,
-    positive_scale,
-)
+from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused, on_plain_shapes, positive_scale
+from utils.attention.reference import allowed_keys
 from utils.machine.device import Support
 from utils.validation import first_line
 
@@ -105,7 +95,7 @@ def probe(backend: SDPBackend, device_type: str) -> Support:
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
     x = torch.ones(1, 1, 16, 64, dtype=dtype, device=device_type)
     try:
-        _refusing(backend, lambda q, k, v: F.scaled_dot_product_attention(q, k, v))(x, x, x)
+        _refusing(_pinning(backend, F.scaled_dot_product_attention))(x, x, x)
     except RuntimeError as error:
         why = f"torch's {backend.name} backend does not run on {device_type}: {str(error).splitlines()[0]}"
         return Support(False, why, "Use another SDPA backend.")
@@ -180,8 +170,8 @@ def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bou
         q, scale = positive_scale(q, plain.scale)
         return F.scaled_dot_product_attention(q, k, v, scale=scale, **arguments)
 
-    call = on_plain_shapes(problem, plain, attend if backend is None else _pinning(backend, attend))
-    first = on_plain_shapes(problem, plain, _refusing(backend, attend))
+    pinned = attend if backend is None else _pinning(backend, attend)
+    call, first = (on_plain_shapes(problem, plain, x) for x in (pinned, _refusing(pinned)))
     seconds = {"mask": time.perf_counter() - began}
     return Bound(call, {"stored_mask": mask is not None}, seconds, first=first, light=mask is None)
 
@@ -221,8 +211,8 @@ def _pinning(backend: SDPBackend, attend: Attend) -> Attend:
     return attend_pinned
 
 
-def _refusing(backend: SDPBackend | None, attend: Attend) -> Attend:
-    """Return `attend` with one backend pinned, raising Refused with torch's reason if the backend does not take it.
+def _refusing(attend: Attend) -> Attend:
+    """Return `attend`, raising Refused with torch's reason if the pinned backend does not take it.
 
     Torch gives its reasons as warnings. (`torch.backends.cuda.can_use_flash_attention(params, debug=True)` and its
     sisters answer without a call, but on a GPU they write the reason to standard error, past Python's warnings, and
@@ -230,7 +220,7 @@ def _refusing(backend: SDPBackend | None, attend: Attend) -> Attend:
     """
 
     def attend_or_refuse(q, k, v):
-        with sdpa_kernel(backend) if backend else nullcontext(), warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 return attend(q, k, v)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from utils.attention.problem import Backend, Problem, bind_plain, refuse_functions
+from utils.attention.problem import Backend, Options, Problem
 from utils.machine.device import triton_support
 
 LOG2_E = 1.4426950408889634  # the kernel uses exp2: e^x = 2^(x log2 e)
@@ -52,7 +52,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) ->
         return forward(*arguments)
 
 
-def _refuses(problem: Problem) -> str:
+def _refuses(problem: Problem, options: Options) -> str:
     if problem.device.type == "cuda" and not (able := triton_support()):
         return f"Triton compiles nothing in this process: {able.reason}"
     if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -75,8 +75,8 @@ BACKENDS = {
         name="triton",
         summary="FlashAttention in plain Triton (Ampere and later; a CPU in the simulator)",
         machine=triton_support,
-        refuses=refuse_functions(_refuses),
-        bind=bind_plain(_run),
+        refuses=_refuses,
+        run=_run,
         kernels=r"flash_forward_kernel",
         implementation=_implementation,
     )

@@ -105,4 +105,7 @@ def strides_fit(x: torch.Tensor) -> bool:
 def addressable(x: torch.Tensor) -> torch.Tensor:
     """Return x if TMA can address it (`strides_fit`, and it begins at a multiple of 16 bytes), else a copy."""
     x = x if strides_fit(x) else x.contiguous()
+    if not strides_fit(x):
+        least = 16 // x.element_size()  # TMA's rows are multiples of 16 bytes
+        raise ValueError(f"The head dimension must be a multiple of {least} in {x.dtype}; {x.shape[-1]} was given.")
     return x.clone() if x.data_ptr() % 16 else x

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import operator
-from collections.abc import Callable
 
 import torch
 
-from utils.attention.gluon.arguments import Arguments, addressable, processors, unused
+from utils.attention.gluon.arguments import Arguments, addressable, processors, strides_fit, unused
 from utils.attention.gluon.backward.operator import Attention, gradients_of, save_for_backward
 from utils.attention.gluon.plan import Plan, packed_variant, plan_for, variant_for
-from utils.attention.problem import Attend, positive_scale
+from utils.attention.problem import positive_scale
 from utils.kernels.handle import KEPT, empty, form, layout, needs_grad, observed
 
 LOG2_E = math.log2(math.e)
@@ -45,8 +43,8 @@ def attention_gluon(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention forward: (output like q, log-sum-exp (B, H, Sq) fp32 or empty). window 0: none; lengths: of packed sequences."""
     q, scale = positive_scale(q, scale)  # the kernels take the maximum before they scale
-    out, lse = _run(q, k, v, causal, scale, window, return_lse, step, tuple(lengths or ()))
-    return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
+    found = run_step(q, k, v, causal, scale, window, return_lse, step, tuple(lengths or ()))
+    return found if return_lse else (found, q.new_empty(0, dtype=torch.float32))
 
 
 @attention_gluon.register_fake
@@ -60,50 +58,39 @@ attention_gluon.register_autograd(
 )
 
 
-def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, step: int, lengths: tuple[int, ...] = ()):
-    """Launch a step, again as an earlier launch on tensors of this layout if there was one: the output, and the log-sum-exp or None."""
+def run_step(
+    q, k, v, causal: bool, scale: float, window: int, return_lse: bool, step: int, lengths: tuple[int, ...] = ()
+):
+    """Launch a step, as an earlier launch on tensors of this layout if there was one: the output, or output and log-sum-exp."""
     key = causal, scale, window, return_lse, step, lengths, layout(q, k, v)
-    if (kept := KEPT.get(key)) is not None and (found := kept(q, k, v)) is not None:
-        return found
-    given = q, k, v
-    q, k, v = map(addressable, given)
-    if any(map(operator.is_not, (q, k, v), given)):
-        return _run(q, k, v, *key[:6])
+    if (kept := KEPT.get(key)) is not None:
+        return kept(q, k, v)
+    if not all(map(strides_fit, (q, k, v))) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        q, k, v = map(addressable, (q, k, v))
+        return run_step(q, k, v, *key[:6])
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     if q.numel():
-        with torch.cuda.device(q.device):
-            launch = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse, lengths)
-        if launch is not None:
-            KEPT[key] = _keep(launch, out, lse)
-    return out, lse
+        with torch.cuda.device(q.get_device()):  # on a CPU, where kernels are simulated, it does nothing
+            plan, programs = plan_of(step, q, k, causal, window, lengths), processors(q.device)
+            sums, c = unused(q.device) if lse is None else lse, scale * LOG2_E
+            launch = step_module(step).launch(
+                Arguments(q, k, v, out, sums, causal, window, return_lse, c, plan, programs, lengths)
+            )
+        if launch is not None:  # step 5 on a GPU
+            forms, index, nothing = form(out) if lse is None else form(out, lse), q.device.index, unused(q.device)
 
+            def again(q, k, v):
+                # Where the tensors start is no part of a layout, and TMA may be unable to address them.
+                if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+                    q, k, v = map(addressable, (q, k, v))
+                    return run_step(q, k, v, *key[:6])
+                out, *more = empty(forms, index)
+                launch(q, k, v, out, *more or (nothing,))
+                return (out, *more) if more else out
 
-def _keep(launch: Callable, out: torch.Tensor, lse: torch.Tensor | None) -> Callable:
-    """Return a function that makes a launch again, for an output and a log-sum-exp like these.
-
-    Where the tensors start is no part of a layout. The function returns None if TMA cannot address them.
-    """
-    forms, index, nothing = form(out) if lse is None else form(out, lse), out.device.index, unused(out.device)
-
-    def again(q, k, v):
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-            return None
-        out, *more = empty(forms, index)
-        launch(q, k, v, out, *more or (nothing,))
-        return out, more[0] if more else None
-
-    return again
-
-
-def repeat(q, k, v, causal: bool, scale: float, window: int, lengths: tuple[int, ...] = ()) -> Attend | None:
-    """Return the launch of step 5 that was made for tensors of this layout, as a function of such tensors.
-
-    It looks at nothing but their addresses: `attention` has compared the layouts. None if no launch was kept.
-    """
-    problem = causal, scale, window, False, 5, lengths
-    kept = KEPT.get((*problem, layout(q, k, v)))
-    return kept and (lambda q, k, v: (kept(q, k, v) or _run(q, k, v, *problem))[0])
+            KEPT[key] = again
+    return (out, lse) if return_lse else out
 
 
 def forward(
@@ -140,9 +127,9 @@ def forward(
     if not q.is_cuda or scale <= 0 or observed(q, k, v):
         out, lse = attention_gluon(q, k, v, *problem, list(lengths))
     elif grad:
-        out, lse = Attention.apply(_run, q, k, v, (*problem, lengths))
+        out, lse = Attention.apply(run_step, q, k, v, (*problem, lengths))
     else:
-        out, lse = _run(q, k, v, *problem, lengths)
+        return run_step(q, k, v, *problem, lengths)
     return (out, lse) if return_lse else out
 
 
@@ -155,12 +142,3 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: i
     if lengths:
         return plan_for(step, head_dim, packed_variant(head_dim, sq, batch * heads, programs))
     return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs))
-
-
-def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse, lengths=()) -> Callable | None:
-    """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none. Step 5 returns its launch."""
-    plan, programs = plan_of(step, q, k, causal, window, lengths), processors(q.device)
-    lse = lse if return_lse else unused(q.device)
-    return step_module(step).launch(
-        Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs, lengths)
-    )

@@ -86,6 +86,15 @@ def document_ids(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
     return torch.repeat_interleave(numbers, torch.tensor(lengths)).to(device)
 
 
+def document_lengths(mask_mod: Any, tokens: int) -> tuple[int, ...]:
+    """Return the lengths of the documents of a mask; () if it is another mask, or its document numbers are on the GPU."""
+    if getattr(mask_mod, "kind", "") == "documents":
+        count, rest = divmod(tokens, mask_mod.span)
+        return (mask_mod.span,) * count + ((rest,) if rest else ())
+    lengths = getattr(mask_mod, "lengths", ()) if getattr(mask_mod, "kind", "") == "documents_by_ids" else ()
+    return lengths if sum(lengths) == tokens else ()
+
+
 def prefix_lm(prefix: int) -> MaskMod:
     """Every query sees the first `prefix` keys (the prompt); after them the mask is causal."""
     whole_number("prefix", prefix, 0)

@@ -15,7 +15,7 @@ import torch
 
 from utils import attention
 from utils.attention.backends.sdpa import BACKWARD_OPERATORS, FORWARD_OPERATORS, MATH_BACKWARD, PINS
-from utils.attention.problem import NO_OPTIONS, Backend
+from utils.attention.problem import Backend
 from utils.bench.errors import Refused, WrongRun
 from utils.bench.workload import Workload
 from utils.benchmark.profiling import Launched
@@ -40,7 +40,7 @@ def bind(workload: Workload, name: str, inputs: Sequence[torch.Tensor]) -> Calla
     """
     tensors = [x.detach().requires_grad_(workload.direction != "forward") for x in inputs[:3]]
     problem = attention.make_problem(*tensors, **workload.attention_arguments)
-    bound = backend_of(name).bind(problem, NO_OPTIONS)
+    bound = backend_of(name).bind_problem(problem)
     try:
         kept = (bound.first or bound.call)(*tensors)
     except attention.Refused as reason:

@@ -40,7 +40,8 @@ def check_count_blocks(count_blocks):
         got = tuple(map(int, expect_items(count_blocks(mask.clone(), block), "full, partial, empty", what)))
         hint = " Or: ".join(text for text, wrong in mistakes.items() if got == wrong)
         hint = hint or "Draw it, and sort its blocks by hand."
-        assert got == expected, f"{what} is {got}, and full should be {expected[0]}. {hint}"
+        for name, given, right in zip(("full", "partial", "empty"), got, expected, strict=True):
+            assert given == right, f"{what} is {got}, and {name} should be {right}. {hint}"
 
 
 @visible("3.2", "Promises")
