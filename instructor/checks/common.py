@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from utils.checking import expect_items, expect_number
-from utils.checking.memory import expect_follows_device as expect_follows_device
-from utils.checking.memory import poisoned_memory as poisoned_memory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 # The seed of a check that is given none. Students do not have this file. Tests draw with many other seeds.

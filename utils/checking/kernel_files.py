@@ -40,60 +40,17 @@ _BUILTINS = words("""
 
 def expect_kernel_file(source: str, file: str) -> None:
     """Assert that a file holds kernels and what they need, and nothing else; the message names the line and what it holds."""
-    tree = parse_file(source, file)
-    imported = _imported(tree, file)
-    for statement in tree.body:
-        _expect_kernels(statement, file, imported)
-
-
-def kernels_of(source: str, file: str, kernel: str) -> str:
-    """Return a file's kernels, `kernel` among them, and what they need, without the Python functions that launch them.
-
-    Lines keep their numbers.
-    """
-    tree = parse_file(source, file)
-    imported = _imported(tree, file)
-    lines = source.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # the lines that Python counts, and no others
-    found = False
-    for node in tree.body:
-        kernel_name = ""
-        if isinstance(node, ast.FunctionDef) and any(_is_jit(d, imported) for d in node.decorator_list):
-            kernel_name = node.name
-        try:
-            _expect_kernels(node, file, imported)
-            found |= kernel_name == kernel
-        except AssertionError:
-            if kernel_name:
-                raise
-            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-            lines[first - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - first + 1)
-    if not found:
-        raise AssertionError(f"{file} defines no @triton.jit function {kernel}: keep the kernel's name and arguments.")
-    return "\n".join(lines) + "\n"
-
-
-def parse_file(source: str, file: str) -> ast.Module:
-    """Parse a file; the message of an error names the file and the line."""
     try:
-        return ast.parse(source)
+        tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line, text = getattr(error, "lineno", None), (getattr(error, "text", None) or "").strip()
         words = getattr(error, "msg", None) or str(error)
         raise AssertionError(f"{file} is no Python: {words}" + (f", line {line}: {text}" if line else "")) from None
-
-
-def _imported(tree: ast.Module, file: str) -> set[str]:
-    """Return the names that a file's imports of the languages and helpers define."""
-    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom) and not _wrong_import(n, file)]
-    return {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
-
-
-def _expect_kernels(statement: ast.stmt, file: str, imported: set[str]) -> None:
-    """Assert that a statement of a file itself, which alone may import, holds nothing but kernels and what they need."""
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        objections = [(statement.lineno, _wrong_import(statement, file))]
-    else:
-        objections = [(getattr(n, "lineno", 0), _objection(n, imported)) for n in ast.walk(statement)]
+    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    imported = {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
+    objections = [(n.lineno, _wrong_import(n, file)) for n in imports]
+    for statement in (n for n in tree.body if n not in imports):  # the file itself alone may import
+        objections += [(getattr(n, "lineno", 0), _objection(n, imported)) for n in ast.walk(statement)]
     for line, what in objections:
         if what:
             raise AssertionError(

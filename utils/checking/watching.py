@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -38,15 +39,11 @@ def words(text: str) -> frozenset[str]:
 # ---- families of operators -----------------------------------------------------------------------------------------
 
 
-class Family(tuple):
+class Family(NamedTuple):
     """Operators that a question can forbid: regular expressions of their names, without namespace and overload."""
 
     words: str  # what the family is called in a sentence, such as `fused attention`
-
-    def __new__(cls, words: str, names: str):  # noqa: D102 (the class says it)
-        family = super().__new__(cls, names.split())
-        family.words = words
-        return family
+    names: str  # with spaces between them
 
 
 # Operators that compute attention in one call.
@@ -67,7 +64,7 @@ _PRODUCTS = r"""
     _?embedding_bag\w* sampled_addmm
     \w*cholesky\w* _?lu_\w+ lu matrix_exp inverse pinverse _?pdist\w* _?fft_\w+
 """
-MATMUL = Family("matrix product, convolution or attention of torch", " ".join((_PRODUCTS, *FUSED_ATTENTION)))
+MATMUL = Family("matrix product, convolution or attention of torch", f"{_PRODUCTS} {FUSED_ATTENTION.names}")
 SOFTMAX = Family("softmax or logsumexp of torch", r"\w*softmax\w* \w*logsumexp\w* logcumsumexp softmin")
 GELU = Family("GELU of torch", r"\w*gelu\w*")
 DERIVATIVES = Family("derivative by torch", "autograd")
@@ -272,7 +269,9 @@ class Rule:
 
     def expect(self, watch: OperationWatch, limit: int | None = None) -> None:
         """Assert that what ran in a call keeps to the rule; `limit` is the number of elements for `largest`."""
-        pattern = re.compile("|".join(f"(?:{name})" for family in self.forbids for name in family) or "(?!)")
+        pattern = re.compile(
+            "|".join(f"(?:{name})" for family in self.forbids for name in family.names.split()) or "(?!)"
+        )
         # A student wrote the call, `einsum`; torch ran the operator, `aten.bmm`.
         called = [name for name in watch.calls if pattern.fullmatch(_plain(name))]
         ran = [name for name in watch.operations if pattern.fullmatch(_plain(name))]

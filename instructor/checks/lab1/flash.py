@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from instructor.checks.common import Draw, expect_follows_device
-from utils.checking import check, expect_close
+from instructor.checks.common import Draw
+from utils.checking import check, expect_close, expect_follows_device
 from utils.checking.labs.lab1.attention import FLASH, attend_in_float64, expect_tiled, expect_wide_inside
 
 

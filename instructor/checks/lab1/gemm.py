@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_follows_device, expect_value
-from utils.checking import check
+from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_value
+from utils.checking import check, expect_follows_device
 from utils.checking.labs.lab1.gemm import NAIVE, TILED, expect_product, expect_times, expect_wide_accumulator, in_tiles
 
 

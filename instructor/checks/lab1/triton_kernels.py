@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from instructor.checks.common import Draw
 from utils.checking import check, expect_close
-from utils.checking.kernel_files import kernels_of
 from utils.checking.labs.lab1.triton_kernels import flash_inputs, run_cases
 from utils.checking.mistakes import flash_mistake
 from utils.checking.verdicts import raises_not_implemented
@@ -78,7 +77,6 @@ def _run(source: str, kernel: str, entry: str, case: tuple, name: str, most: int
     if raises_not_implemented(source):
         raise NotImplementedError
     file = f"{kernel.replace('_kernel', '_triton')}.py"
-    source = kernels_of(source, file, kernel)  # what launches it is the check's own
     got, made = run_cases(source + entry, file, "entry_of_the_check", {name: case}, most)[name]
     if made != products:
         found = next((n for n in made if n != products[0]), 0)

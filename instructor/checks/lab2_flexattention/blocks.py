@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
-from instructor.checks.common import Draw, expect_value, poisoned_memory
+from instructor.checks.common import Draw, expect_value
 from instructor.checks.lab2_flexattention.common import Counted, attend_densely
 from utils.attention.masks import dense_mask
-from utils.checking import FUSED_ATTENTION, check, expect_close, expect_items, expect_rounded_once
+from utils.checking import FUSED_ATTENTION, check, expect_close, expect_items, expect_rounded_once, poisoned_memory
 from utils.checking.labs.lab2_flexattention.blocks import expect_skipped, skipping_mistake
 
 MOST_SECONDS = 1.0  # of a formula, which takes microseconds, also where the machine is busy

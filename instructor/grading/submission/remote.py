@@ -165,13 +165,14 @@ class Remote:
     def get(self, cell: str, names: list[str]) -> dict:
         """The student's values of these names; functions and objects as proxies."""
         self.forget()
-        return self._values({"op": "get", "cell": cell, "names": names})
+        return self.values(names, cell)
 
-    def _values(self, message: dict) -> dict:
-        reply, blobs = self.ask(message)
+    def values(self, names: list[str], cell: str = "") -> dict:
+        """The student's values of these names; a new question begins if a test cell is named."""
+        reply, blobs = self.ask({"op": "values", "names": names, "cell": cell})
         decode = self.decoder(blobs)
         with _reading():
-            return {name: decode(node) for name, node in reply["values"].items() if name in message["names"]}
+            return {name: decode(node) for name, node in reply["values"].items() if name in names}
 
     def _proxy(self, fields: dict):
         """A proxy of an object of the student's; `fields` may be forged."""
@@ -205,10 +206,6 @@ class Remote:
         vars(proxy).update(remote_number=number, remote_run=self.run)
         self.proxies[number] = proxy
         return proxy
-
-    def values(self, names: list[str]) -> dict:
-        """The student's values of these names, without a new question."""
-        return self._values({"op": "values", "names": names})
 
     def replace(self, values: dict) -> None:
         """Give names in the student's notebook other values."""

@@ -141,14 +141,11 @@ class Student:
 
     # ---- values and calls ------------------------------------------------------------------------------------
 
-    def do_get(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Send the values of names in the notebook; a new question begins."""
-        self.watcher.cell = message["cell"]
-        self._forget()
-        return self.do_values(message, blobs)
-
     def do_values(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Send the values of names in the notebook."""
+        """Send the values of names in the notebook; a new question begins if a test cell is named."""
+        if message["cell"]:
+            self.watcher.cell = message["cell"]
+            self._forget()
         encode = self._encoder()
         values = {}
         for name in message["names"]:

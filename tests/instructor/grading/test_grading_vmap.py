@@ -274,9 +274,9 @@ def test_a_forged_reply_under_vmap_ends_the_question_and_not_the_run(change):
             while True:
                 message, _ = peer.receive()
                 reply = {"op": "result", "n": message["n"], "written": [], "value": None}
-                if message["op"] == "get":
+                if message["op"] == "values":
                     reply |= {"op": "values", "values": {"f": ["object", said]}}
-                peer.send(reply if message["op"] == "get" else {**reply, **change})
+                peer.send(reply if message["op"] == "values" else {**reply, **change})
         finally:
             os._exit(0)
     theirs.close()

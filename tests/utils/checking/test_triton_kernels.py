@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="there are wheels for Linux only")
 
+from instructor.checks.lab1 import gemm_triton
 from utils.checking.labs.lab1.triton_kernels import run_cases
 
 DOUBLE = """
@@ -44,3 +45,19 @@ def test_a_failure_says_its_case_and_its_line(old, new, phrase):
     with pytest.raises(AssertionError) as failure:
         run_cases(DOUBLE.replace(old, new), "double.py", "double", {"long": (torch.randn(100),)})
     assert phrase in str(failure.value) and "/tmp" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        (
+            "class Kernel:\n    def __getitem__(self, grid):\n        return lambda a, b, c, *_, **__: c.copy_(a @ b)\n\n"
+            "gemm_kernel = Kernel()\n",
+            "products of tiles by tl.dot",
+        ),
+        ("def gemm(a, b):\n    return a @ b\n", "gemm_kernel"),
+    ],
+)
+def test_a_product_of_torch_is_no_kernel(text, phrase):
+    verdict = gemm_triton(text)
+    assert not verdict and phrase in verdict.message
