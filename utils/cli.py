@@ -126,7 +126,7 @@ def class_folder(course: Path | None) -> Path:
 @app.command("check")
 def check_lab(
     lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning.")] = "lab1",
-    timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 600,
+    timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 300,
 ) -> None:
     """Run a copy of a lab and its visible checks here; print the table of points; status 1 if a check did not pass."""
     with errors_as_lines(ProgressError), progress_bar(remaining=True) as bar:

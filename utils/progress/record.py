@@ -231,13 +231,13 @@ def run_checks(path: Path, timeout: int, step: Callable[[int, int], None] = lamb
     try:
         client.execute()
     except CellTimeoutError:
+        begun = [c.source for c in notebook.cells if c.cell_type == "code" and c.source.strip()]
+        first = begun[client.code_cells_executed - 1].partition("\n")[0]
         raise ProgressError(
-            f"a cell of {path.name} took longer than {timeout} s: run it in JupyterLab, or use --timeout."
+            f"the cell `{first}` of {path.name} took longer than {timeout} s: does it end? If so, use --timeout."
         ) from None
     except DeadKernelError:
-        raise ProgressError(
-            f"the kernel died while {path.name} ran; `labs doctor` says what this machine can run."
-        ) from None
+        raise ProgressError(f"the kernel died while {path.name} ran: `labs doctor` says what runs here.") from None
     executed = OUT / f"{path.stem}_checked.ipynb"
     write_whole(executed, nbformat.writes(notebook))
     return read_notebook(executed)
