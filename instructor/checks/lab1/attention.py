@@ -89,7 +89,7 @@ def attention_bshd(attention_bshd, seed=None):
     q, k, v = (draw.normal(1, 64, 2, 8) for _ in range(3))
     with OperationWatch() as watch:
         attention_bshd(q, k, v)
-    fused = [n for name, n in watch.operations.items() if re.fullmatch("|".join(FUSED_ATTENTION), name)]
+    fused = [n for name, n in watch.operations.items() if re.fullmatch("|".join(FUSED_ATTENTION.names.split()), name)]
     beside = [name for name in watch.operations if re.fullmatch(_BESIDE_SDPA, name)]
     if sum(fused) != 1 or beside:
         raise AssertionError(

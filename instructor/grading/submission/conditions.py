@@ -20,7 +20,7 @@ MAX_SEEN = 20_000_000  # characters of what a watch may have seen in one call: 2
 
 
 def set_conditions(stack: contextlib.ExitStack, conditions: dict) -> None:
-    """Set the grad mode and the filling of uninitialised memory as the checker has them."""
+    """Set the grad mode, the filling of uninitialised memory and SDPA's backends as the checker has them."""
     stack.enter_context(torch.set_grad_enabled(conditions["grad"]))
     if conditions["fill"]:
         stack.enter_context(poisoned_memory())

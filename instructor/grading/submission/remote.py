@@ -19,7 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from instructor.grading.submission.conditions import describe_watch, sdpa_backends, update_watch
-from instructor.grading.submission.exceptions import error_with_lines
+from instructor.grading.submission.exceptions import describe_error, error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import rebuild_block_mask
 from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
@@ -306,9 +306,7 @@ class Remote:
             node = self._encode(encode, value)
             reply = {"op": "value", "value": node, "updates": self._updates(encode)}
         except Exception as error:  # StopIteration among them
-            kinds = [f"{k.__module__}:{k.__qualname__}" for k in type(error).__mro__]
-            error_there = {"kinds": kinds, "words": str(error)[:2000]}
-            reply = {"op": "raise", "error": error_there, "updates": self._updates(encode)}
+            reply = {"op": "raise", "error": describe_error(error), "updates": self._updates(encode)}
         self.channel.send(reply, encode.blobs, self.deadline)
 
 
