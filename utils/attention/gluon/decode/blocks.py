@@ -110,17 +110,16 @@ def clear_blocks(cache, cursor):
 
 
 @gluon.jit
-def mask_block(s, cache, cursor, j, first_row, KEYS: gl.constexpr):
+def mask_block(s, cache, cursor, j, KEYS: gl.constexpr):
     """The scores of block j, minus infinity where a query may not look.
 
-    Dimension KEYS holds the keys; the other one the query rows `first_row` and on of the cursor's tile. Rows are the new tokens
-    of one query head after those of another.
+    Dimension KEYS holds the keys; the other one the query rows of the cursor's tile. Rows are the new tokens of one query head
+    after those of another.
     """
     PLAN: gl.constexpr = cache.PLAN
     ROWS: gl.constexpr = 1 - KEYS
     layout: gl.constexpr = s.type.layout
-    row = (cursor.head % cache.tiles) * PLAN.columns + first_row
-    row += gl.arange(0, s.shape[ROWS], gl.SliceLayout(KEYS, layout))
+    row = (cursor.head % cache.tiles) * PLAN.columns + gl.arange(0, s.shape[ROWS], gl.SliceLayout(KEYS, layout))
     position = cursor.length - cache.sq + row % cache.sq - (cursor.first + j) * PLAN.block_n
     behind = gl.minimum(position + cache.right + 1, cursor.length - (cursor.first + j) * PLAN.block_n)
     first = position - cache.left + 1

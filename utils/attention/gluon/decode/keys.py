@@ -100,7 +100,7 @@ class KeysAsRows:
         PLAN: gl.constexpr = self.cache.PLAN
         o, m, sums = state
         if needs_mask(self.cache, cursor, j):
-            s = mask_block(s, self.cache, cursor, j, 0, 0)
+            s = mask_block(s, self.cache, cursor, j, 0)
         p, m, factor, sums = softmax(s, m, sums, self.cache.c)
         self.p_tile.permute([1, 0]).store(p.to(self.p_tile.dtype))
         o = o * factor[None, :]
@@ -234,7 +234,7 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
             q = q_ring.index(piece % 2).reshape([PLAN.columns, PLAN.block_d])
             way = KeysAsRows(cache, q, p_tile)
             o, m, total, loads = attend_head(way, cursor, (n, done, count), (ring, full, k_desc, v_desc), loads)
-            results.store(cursor, n, o, ((gl.arange(0, PLAN.columns, columns), m, total),), 0, 1)
+            results.store(cursor, n, o, ((gl.arange(0, PLAN.columns, columns), m, total),), 1)
             done += n
             piece += 1
             cursor = following

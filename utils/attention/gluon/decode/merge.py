@@ -54,18 +54,18 @@ class Results:
         return flat.to(gl.int64) * self.head_dim, row < self.cache.rows
 
     @gluon.jit
-    def store(self, cursor, n, o, sums, first_row, ROWS: gl.constexpr):
+    def store(self, cursor, n, o, sums, ROWS: gl.constexpr):
         """Store what the n blocks from the cursor on gave: the output of a head, or the part of one.
 
-        Dimension ROWS of o, unnormalized, holds the tile's query rows first_row and on, the other one D. sums: row numbers, maxima
-        and sums, a tuple of these for all rows or for each half of them (`softmax.split_rows`).
+        Dimension ROWS of o, unnormalized, holds the tile's query rows, the other one D. sums: row numbers, maxima and sums, a tuple
+        of these for all rows or for each half of them (`softmax.split_rows`).
         """
         cache = self.cache
         COLUMNS: gl.constexpr = cache.PLAN.columns
         BLOCK_D: gl.constexpr = cache.PLAN.block_d
         PART: gl.constexpr = COLUMNS * (BLOCK_D + 2)
         layout: gl.constexpr = o.type.layout
-        row = first_row + gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, layout))
+        row = gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, layout))
         d = gl.expand_dims(gl.arange(0, o.shape[1 - ROWS], gl.SliceLayout(ROWS, layout)), ROWS)
         at, exists = self.places(cursor.b, cursor.head, row)
         keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)

@@ -82,7 +82,7 @@ class Plan:
         room on the SM and waits there with its first instructions loaded: 4% over nine calls. For 256 columns ptxas needs 168.
         """
         most = 168 if self.block_d == 256 else 128 if self.consumers == 2 else 144
-        return {"num_warps": 4} | ({"maxnreg": most} if self.consumers and not self.cluster else {})
+        return {"num_warps": 4 * max(self.consumers, 1)} | ({"maxnreg": most} if self.consumers and not self.cluster else {})
 
     @property
     def shared_bytes(self) -> int:

@@ -221,7 +221,7 @@ def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
                 )
                 s = warpgroup_mma_wait(0, [s]) * factor_s[None, :]
                 if needs_mask(cache, cursor, j):
-                    s = mask_block(s, cache, cursor, j, 0, 0)
+                    s = mask_block(s, cache, cursor, j, 0)
                 p, m, factor, sums = softmax(s, m, sums, results.cache.c)
                 p_tile.permute([1, 0]).store(p.to(gl.float16))
                 o = o * factor[None, :]
@@ -235,7 +235,7 @@ def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
 
             total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
             rows = ((gl.arange(0, COLUMNS, columns), m, total),)
-            results.store(cursor, n, in_order(o * v_scale), rows, 0, 1)
+            results.store(cursor, n, in_order(o * v_scale), rows, 1)
             done += n
             piece += 1
             cursor = cache.advance(cursor.at_last())
