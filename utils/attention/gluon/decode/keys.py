@@ -210,7 +210,7 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
         fence_async_shared()
         thread_barrier()
 
-        copy_queries(q_desc, cache, cursor.b, cursor.head, q_ring.index(0), q_full.index(0), True)
+        copy_queries(q_desc, cache, cursor, q_ring.index(0), q_full.index(0), True)
         following = cursor
         pages = page_numbers(cache, following)
         for fill in gl.static_range(SLOTS // 2):
@@ -229,7 +229,7 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
             following = cache.advance(cursor.at_last())
             # The other tile of Q was used by the piece before, whose products are done.
             tile, barrier = q_ring.index((piece + 1) % 2), q_full.index((piece + 1) % 2)
-            load_queries(q_desc, cache, following.b, following.head, tile, barrier, done + n < count)
+            load_queries(q_desc, cache, following, tile, barrier, done + n < count)
             mbarrier.wait(q_full.index(piece % 2), (piece // 2) & 1)
             q = q_ring.index(piece % 2).reshape([PLAN.columns, PLAN.block_d])
             way = KeysAsRows(cache, q, p_tile)

@@ -46,11 +46,10 @@ class Results:
     cache: Cache
 
     @gluon.jit
-    def places(self, b, head, column):
+    def places(self, cursor, column):
         """Where the columns' rows begin in the output, (B, Hkv, rows, D), and which of them exist."""
-        row = (head % self.cache.tiles) * self.cache.PLAN.columns + column
-        kv_heads = self.cache.heads // self.cache.tiles
-        flat = (b * kv_heads + head // self.cache.tiles) * self.cache.rows + row
+        row = cursor.tile * self.cache.PLAN.columns + column
+        flat = (cursor.b * self.cache.heads + cursor.head) * self.cache.rows + row
         return flat.to(gl.int64) * self.head_dim, row < self.cache.rows
 
     @gluon.jit
@@ -67,10 +66,11 @@ class Results:
         layout: gl.constexpr = o.type.layout
         row = gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, layout))
         d = gl.expand_dims(gl.arange(0, o.shape[1 - ROWS], gl.SliceLayout(ROWS, layout)), ROWS)
-        at, exists = self.places(cursor.b, cursor.head, row)
+        at, exists = self.places(cursor, row)
         keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
         # For the second launch: which program reads a head's first block, and which one its last.
-        ends = self.parts_ptr + 2 * gl.num_programs(0) * PART + 2 * (cursor.b * cache.heads + cursor.head)
+        tile = (cursor.b * cache.heads + cursor.head) * cache.tiles + cursor.tile
+        ends = self.parts_ptr + 2 * gl.num_programs(0) * PART + 2 * tile
         program = gl.program_id(0).to(gl.float32)
         gl.store(ends, program, mask=(self.whole == 0) & (cursor.j == 0))
         gl.store(ends + 1, program, mask=(self.whole == 0) & (cursor.j + n == cursor.blocks))

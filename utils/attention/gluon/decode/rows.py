@@ -46,9 +46,7 @@ def producer(share, q_desc, k_desc, v_desc):
         if (cursor.j == 0) | (i == 0):
             share.q.wait_empty(piece)
             slot = share.q.slot(piece)
-            load_queries(
-                q_desc, cache, cursor.b, cursor.head, share.q.tiles.index(slot), share.q.full.index(slot), True
-            )
+            load_queries(q_desc, cache, cursor, share.q.tiles.index(slot), share.q.full.index(slot), True)
             piece += 1
         load_tile(share.k, i, k_desc, cache, cursor, numbers)
         load_tile(share.v, i, v_desc, cache, cursor, numbers)
