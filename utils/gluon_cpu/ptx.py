@@ -46,8 +46,9 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         context.program().reschedule()
         wait_products(int(found))
         return finished_tensor(args[0])
-    if idiom == "itself" and isinstance(args[0], Tensor) and not isinstance(args[0], Accumulator) and not args[0].shape:
-        return args[0]
+    if idiom == "itself" and isinstance(args[0], Tensor) and not isinstance(args[0], Accumulator):
+        if found or not args[0].shape:
+            return args[0]
     if idiom == "product":
         return args[0] * args[1]
     if idiom == "columns":
@@ -71,8 +72,8 @@ def _idiom(asm: str, pack: int, count: int) -> tuple[str, Any]:
         return "named barrier", named.groups()
     if wait := re.fullmatch(r"wgmma\.wait_group\.sync\.aligned (\d+);", text):
         return "wait", wait[1]
-    if text in ("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _ADD_ZERO):
-        return "itself", None  # a scalar is the same in every lane
+    if text in ("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _ADD_ZERO, _NOT_NEGATIVE):
+        return "itself", text == _NOT_NEGATIVE  # a scalar is the same in every lane
     if count == 2 and text == _product_text(pack):
         return "product", None
     for other, value in (("0f00000000", 0.0), ("0fFF800000", -np.inf)):
@@ -84,6 +85,10 @@ def _idiom(asm: str, pack: int, count: int) -> tuple[str, Any]:
 
 
 _ADD_ZERO = "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }"  # a lane's number is below 32
+_NOT_NEGATIVE = (
+    "{ .reg .pred p; mov.f32 $0, $1; again: setp.lt.f32 p, $0, 0f00000000; vote.sync.any.pred p, p, 0xffffffff; "
+    "@p abs.f32 $0, $0; @p bra again; }"
+)
 
 
 def _product_text(n: int) -> str:

@@ -35,6 +35,14 @@ def inverse(total):
     return gl.where(total == 0.0, 0.0, 1.0 / gl.where(total == 0.0, 1.0, total))
 
 
+@gluon.constexpr_function
+def rows_by_eights(rows, columns):
+    """Like the layout of a product [rows, columns], but a thread has eight neighbours of a row: a conversion stays inside a warp."""
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, 32 << i] for i in range((columns // 32).bit_length() - 1))]
+    warps = [[16 << i, 0] for i in range((rows // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], warps, [], [rows, columns])
+
+
 @aggregate
 class Results:
     """Output and parts, and what says where in them a row is."""
@@ -51,6 +59,15 @@ class Results:
         row = cursor.tile * self.cache.PLAN.columns + column
         flat = (cursor.b * self.cache.heads + cursor.head) * self.cache.rows + row
         return flat.to(gl.int64) * self.head_dim, row < self.cache.rows
+
+    @gluon.jit
+    def store_rows(self, cursor, o):
+        """Store the output [rows, D] of a tile by eights: by twos, heads of 256 keys take 1.1 to 1.2 times as long."""
+        layout: gl.constexpr = rows_by_eights(o.shape[0], o.shape[1])
+        o = gl.convert_layout(o.to(self.out_ptr.dtype.element_ty), layout)
+        at, exists = self.places(cursor, gl.arange(0, o.shape[0], gl.SliceLayout(1, layout)))
+        d = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
+        gl.store(self.out_ptr + at[:, None] + d, o, mask=exists[:, None] & (d < self.head_dim))
 
     @gluon.jit
     def store(self, cursor, n, o, sums, ROWS: gl.constexpr):
@@ -77,9 +94,9 @@ class Results:
         if n == cursor.blocks:
             if ROWS == 1:
                 o = o * gl.convert_layout(inverse(sums[0][2]), gl.SliceLayout(0, layout))[None, :]
+                gl.store(self.out_ptr + at[None, :] + d, o.to(self.out_ptr.dtype.element_ty), mask=keep)
             else:
-                o = o * spread((inverse(sums[0][2]), inverse(sums[1][2])), o)
-            gl.store(self.out_ptr + gl.expand_dims(at, 1 - ROWS) + d, o.to(self.out_ptr.dtype.element_ty), mask=keep)
+                self.store_rows(cursor, o * spread((inverse(sums[0][2]), inverse(sums[1][2])), o))
         else:
             part = self.parts_ptr + (2 * gl.program_id(0) + (cursor.j == 0).to(gl.int32)) * PART
             for i in gl.static_range(len(sums)):

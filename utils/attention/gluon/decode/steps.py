@@ -23,7 +23,7 @@ from utils.attention.gluon.shared import (
     thread_barrier,
     wait_products,
 )
-from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread
+from utils.attention.gluon.softmax import Rows, first_softmax, half_softmax, join_rows, split_rows, spread
 
 
 @aggregate
@@ -46,6 +46,20 @@ class Block:
     number: gl.tensor
     cursor: Cursor
     j: gl.tensor
+
+
+# Sums of exponentials are not negative, which ptxas does not know: it keeps the loop, and all before it in front of what follows.
+NOT_NEGATIVE = gl.constexpr(
+    "{ .reg .pred p; mov.f32 $0, $1; again: setp.lt.f32 p, $0, 0f00000000; vote.sync.any.pred p, p, 0xffffffff; "
+    "@p abs.f32 $0, $0; @p bra again; }"
+)
+
+
+@gluon.jit
+def when_summed(rows):
+    """The same `Rows`, behind a branch that has to know the sums: without it ptxas puts the exponentials behind the wait for P V, and nothing overlaps."""
+    total = gl.inline_asm_elementwise(NOT_NEGATIVE, "=f,f", [rows.total], dtype=gl.float32, is_pure=False, pack=1)
+    return Rows(rows.maximum, total, rows.factor)
 
 
 @gluon.jit
@@ -87,16 +101,13 @@ def step(share, block, q, o, p, state, more, MASKED: gl.constexpr):
     if MASKED:  # noqa: SIM102 (decided by the compiler; the next line for each block)
         if needs_mask(share.results.cache, block.cursor, block.j):
             s = mask_block(s, share.results.cache, block.cursor, block.j, 1)
-    # The second wait for V(i-1), which is long over, makes a basic block of what comes before it: without one ptxas
-    # hoists the wait for P V above the exponentials, and nothing overlaps. (K's barrier will not do: its slot has been
-    # released, and a barrier two fills further looks as it did before the first.) The wait for P V comes before `o` and
-    # the slot of V are used again.
     upper, lower = state
     s0, s1 = split_rows(s)
     top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
     top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
     p0, upper = half_softmax(s0, upper, top0, c, dtype, MASKED)
-    share.v.wait_full(block.number - 1)
+    upper = when_summed(upper)
+    # The wait for P V comes before `o` and the slot of V are used again.
     o = wait_products(pv, 0, PLAN.block_d)
     share.v.release(block.number - 1)
     p1, lower = half_softmax(s1, lower, top1, c, dtype, MASKED)
