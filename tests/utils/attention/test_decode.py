@@ -142,7 +142,7 @@ def draw_shape(rng: random.Random, *, fp8: bool = False) -> Shape:
 
 
 def test_a_hundred_drawn_shapes_need_few_kernels():
-    """A kernel is compiled for its plan and for the type of its tensors alone; three more add up parts (`merge_shape`)."""
+    """A kernel is compiled for its plan and for the type of its tensors alone; one more adds up parts."""
     for seed in range(5):
         rng = random.Random(seed)
         found = {arrange(draw_shape(rng), 132) for _ in range(100)}
@@ -155,7 +155,7 @@ def test_a_hundred_drawn_shapes_need_few_kernels():
 @pytest.mark.parametrize("plan", TILES.values(), ids=str)
 def test_every_tile_fits(plan: Plan):
     assert plan.per_sm * (plan.shared_bytes + plan.inbox_space + 1100) <= SHARED_BYTES
-    assert (plan.slots % 2 == 0 or plan.consumers) and plan.slots >= 4 and plan.block_n % plan.box == 0
+    assert plan.slots % 2 == 0 and plan.slots >= 4 and plan.block_n % plan.box == 0
     assert plan.columns == 64 * plan.consumers or not plan.consumers
 
 
@@ -396,7 +396,7 @@ from utils.kernels.assembling import assemble, policy_copies
 reports, assembled = [], False
 for key, box in COMPILED:
     plan = replace(TILES[key], box=box) if key in TILES else None
-    found = compile_decode(plan or key)
+    found = compile_decode(plan)
     changed = policy_copies(found.ptx) if plan else ""
     if plan and not assembled:
         assembled = len(assemble(changed)) > 10_000
@@ -407,7 +407,7 @@ for key, box in COMPILED:
 assert assembled
 print(json.dumps(reports))
 """
-# Of each kind the tiles that need the most registers, some with pages of 16 tokens too; and three merges.
+# Of each kind the tiles that need the most registers, some with pages of 16 tokens too; and the merge.
 CLUSTERED = (("cluster", 128), ("cluster of rows", 128), ("cluster of a sequence", 128))
 COMPILED = [
     *(
@@ -416,7 +416,7 @@ COMPILED = [
     ),
     (("rows", 256, 1), 16),
     *((("fp8", *tile), box) for tile in ((64, 64), (128, 64), (256, 8)) for box in (64, 16)),
-    *((shape, 0) for shape in ((8, 1), (16, 1), (16, 2))),
+    (("merge",), 0),
 ]
 
 
@@ -436,7 +436,7 @@ def test_the_assembly_is_what_the_plan_says(assemblies, key, box):
     plan = replace(TILES[key], box=box) if key in TILES else None
     # The operand, output and scores of the largest fp8 tiles fill the registers: numbers that are used once a head leave theirs.
     full = plan and plan.fp8 and (plan.block_d == 256 or plan.block_d * plan.columns == 128 * 64)
-    assert spill <= (208 if key == ("rows", 256, 2) else 68 if full else 0)
+    assert spill <= (40 if key == ("rows", 256, 2) else 68 if full else 0)
     assert unused == warnings == 0 and overlap == 1
     if plan:
         assert plan.shared_bytes <= shared <= plan.shared_bytes + 2048 and wgmma >= 8

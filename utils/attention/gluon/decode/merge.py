@@ -14,13 +14,13 @@ memory, and waits for each eight of them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.decode.plan import MERGE_WIDTH
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.shared import MINUS_INF, aggregate
 from utils.attention.gluon.softmax import spread
 from utils.kernels.early_launch import wait_for_launch_before
 
-WIDTH = gl.constexpr(MERGE_WIDTH)
+WIDTH = gl.constexpr(4)
+HELD = gl.constexpr(8)  # with more an SM has room for fewer programs
 
 
 @gluon.jit
@@ -106,22 +106,15 @@ class Results:
             gl.store(part + 2 * COLUMNS + gl.expand_dims(row, 1 - ROWS) * BLOCK_D + d, o, mask=keep)
 
 
-@gluon.constexpr_function
-def piece_layout(held, over_parts, warps):
-    """Layout [parts, lanes, WIDTH] of what all threads of the merge load at once; so many warps take other parts."""
-    return gl.BlockedLayout([held, 1, WIDTH], [1, 32, 1], [over_parts, warps // over_parts, 1], [2, 1, 0])
-
-
 @gluon.jit
-def add_piece(results, first, count, piece, columns, d_bits, HELD: gl.constexpr, OVER_PARTS: gl.constexpr):
+def add_piece(results, first, count, piece, columns, d_bits):
     """Add up some numbers of a head, neighbours of a row, over the parts of `count` programs.
 
     results: pointers, scale, and where the head's rows begin and how many there are. A thread holds WIDTH neighbours of
     HELD parts, so that all its loads are under way at the same time.
     """
-    PARTS: gl.constexpr = HELD * OVER_PARTS
-    LANES: gl.constexpr = 32 * gl.num_warps() // OVER_PARTS
-    layout: gl.constexpr = piece_layout(HELD, OVER_PARTS, gl.num_warps())
+    LANES: gl.constexpr = 32 * gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([HELD, 1, WIDTH], [1, 32, 1], [1, gl.num_warps(), 1], [2, 1, 0])
     sums: gl.constexpr = gl.SliceLayout(2, layout)
     result: gl.constexpr = gl.SliceLayout(0, layout)
     out_ptr, parts_ptr, c, above, rows, head_dim = results
@@ -130,12 +123,12 @@ def add_piece(results, first, count, piece, columns, d_bits, HELD: gl.constexpr,
     column = at >> d_bits
     d = at & (block_d - 1)
     exists = (column < rows) & (d < head_dim)
-    split = gl.arange(0, PARTS, gl.SliceLayout(1, sums))
+    split = gl.arange(0, HELD, gl.SliceLayout(1, sums))
     width = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     m = gl.full([LANES], MINUS_INF, gl.float32, gl.SliceLayout(0, sums))
     total = gl.zeros([LANES], gl.float32, gl.SliceLayout(0, sums))
     o = gl.zeros([LANES, WIDTH], gl.float32, result)
-    for begin in range(0, count, PARTS):
+    for begin in range(0, count, HELD):
         i = begin + split
         part = 2 * (first + i) + (i == 0).to(gl.int32)
         here = (i < count)[:, None] & exists[None, :]
@@ -163,13 +156,10 @@ def add_piece(results, first, count, piece, columns, d_bits, HELD: gl.constexpr,
 
 
 @gluon.jit(do_not_specialize=["tiles", "rows", "columns", "d_bits", "head_dim", "ends"])
-def attention_decode_merge(
-    out_ptr, parts_ptr, tiles, rows, columns, d_bits, head_dim, ends, c, HELD: gl.constexpr, OVER_PARTS: gl.constexpr
-):
+def attention_decode_merge(out_ptr, parts_ptr, tiles, rows, columns, d_bits, head_dim, ends, c):
     """The second launch, the same for all tiles: grid (heads of all sequences, programs that share a head's merge).
 
-    ends: where behind the parts the heads' first and last programs stand. HELD: parts that a thread holds at once. OVER_PARTS:
-    warps that take other parts of a head, one to four.
+    ends: where behind the parts the heads' first and last programs stand.
     """
     head = gl.program_id(0)
     row_of_tile = (head % tiles) * columns
@@ -179,6 +169,6 @@ def attention_decode_merge(
     first = gl.load(parts_ptr + ends + 2 * head, cache_modifier=".cg").to(gl.int32)
     count = gl.load(parts_ptr + ends + 2 * head + 1, cache_modifier=".cg").to(gl.int32) - first + 1
     if count > 1:
-        pieces = gl.cdiv(mine << d_bits, 32 * gl.num_warps() // OVER_PARTS * WIDTH)
+        pieces = gl.cdiv(mine << d_bits, 32 * gl.num_warps() * WIDTH)
         for piece in range(gl.program_id(1), pieces, gl.num_programs(1)):
-            add_piece(results, first, count, piece, columns, d_bits, HELD, OVER_PARTS)
+            add_piece(results, first, count, piece, columns, d_bits)

@@ -17,7 +17,7 @@ SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
 MOST_PARTS = 16  # programs of a cluster
-MERGE_WIDTH = 4  # neighbouring numbers of a part that a thread of the merge holds
+MERGE_NUMBERS = 512  # of a head, that a program of the merge adds up at the same time
 MERGE_PROGRAMS = 2048  # of the second launch, about
 ONE_PIECE = 30  # as the logarithm of a page's tokens: the cache is not in pages
 
@@ -52,7 +52,7 @@ class Plan:
     block_d: int
     block_n: int  # keys of a block
     columns: int  # query rows of a tile
-    slots: int  # tiles of K and V in shared memory; of an odd number V has one more
+    slots: int  # tiles of K and V in shared memory
     consumers: int = 0
     box: int = SMALL_PAGE  # rows of one TMA copy
     per_sm: int = 1  # programs that an SM has shared memory for
@@ -82,7 +82,9 @@ class Plan:
         room on the SM and waits there with its first instructions loaded: 4% over nine calls. For 256 columns ptxas needs 168.
         """
         most = 168 if self.block_d == 256 else 128 if self.consumers == 2 else 144
-        return {"num_warps": 4 * max(self.consumers, 1)} | ({"maxnreg": most} if self.consumers and not self.cluster else {})
+        return {"num_warps": 4 * max(self.consumers, 1)} | (
+            {"maxnreg": most} if self.consumers and not self.cluster else {}
+        )
 
     @property
     def shared_bytes(self) -> int:
@@ -197,14 +199,6 @@ def takes_whole_heads(heads: int, blocks: int, programs: int) -> bool:
     """
     rounds = -(-heads // programs)
     return rounds * programs <= 1.04 * heads or blocks == 1 or 0.7 * programs <= heads <= programs
-
-
-def merge_shape(parts: int) -> tuple[int, int]:
-    """Choose how many parts of a head a thread of the merge holds, and how many of its warps take other parts of it.
-
-    With eight parts a thread an SM has room for three times as many programs of the merge: 2 to 5 us fewer for many heads.
-    """
-    return (8, 1) if parts < 4 else (16, 1 if parts <= 16 else 2)
 
 
 def cluster_parts(shape: Shape, multiprocessors: int) -> int:

@@ -1,15 +1,15 @@
 """The decode kernel for many query rows: query rows are the rows of the products, and a warp does nothing but load.
 
 With more than 16 query rows (heads of a group times new tokens) the kernel that makes keys the rows (`keys.py`) is bound
-by its chain of instructions, not by bytes: all its warps meet six times a block, and P goes through shared memory. Here a
-tile of 64 query rows belongs to one warpgroup, as in step 5 of the ladder: scores, maxima, P and output stay in its
-registers, the next block's scores are queued before this block's P V, and half of the softmax runs beside that. Which
-program reads which keys, the parts, and the merge are the same as there.
+by its chain of instructions, not by bytes: all its warps meet six times a block, and P goes through shared memory. Here
+each warp has 16 query rows, as in step 5 of the ladder: scores, maxima, P and output stay in its registers, the next
+block's scores are queued before this block's P V, and half of the softmax runs beside that. Which program reads which
+keys, the parts, and the merge are the same as there.
 
     part         what                                            head dim 64      128              256
-    consumers    warpgroups x 64 query rows                      1 or 2           1 or 2           1 or 2
+    consumer     warpgroups x 64 query rows, one role            1 or 2           1 or 2           1 or 2
     block        keys                                            128              128, or 64       64
-    rings        slots of K and V                                4+4              2+2, or 4+4      2+2, or 2+3
+    rings        slots of K and V                                4+4              2+2, or 4+4      2+2
     queries      two tiles of Q; one of 128 rows of 256 numbers
     producer     one warp: TMA copies of Q, K and V
     programs     one an SM
@@ -103,7 +103,7 @@ def attend_rows(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     if start.b < results.cache.batch:
         q = allocate_ring(q_desc, PLAN.q_slots, 1, PLAN.consumers)
         k = allocate_ring(k_desc, PLAN.slots // 2, 1, PLAN.consumers, PLAN.block_n)
-        v = allocate_ring(v_desc, PLAN.slots - PLAN.slots // 2, 1, PLAN.consumers, PLAN.block_n)
+        v = allocate_ring(v_desc, PLAN.slots // 2, 1, PLAN.consumers, PLAN.block_n)
         # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
         fence_async_shared()
         share = Share(results, start, count, q, k, v, PLAN)

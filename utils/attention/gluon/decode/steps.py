@@ -15,14 +15,7 @@ from utils.attention.gluon.decode.blocks import clean_values, mask_block, needs_
 from utils.attention.gluon.decode.merge import Results
 from utils.attention.gluon.decode.work import Cursor
 from utils.attention.gluon.pipeline import Ring
-from utils.attention.gluon.shared import (
-    aggregate,
-    left_operand,
-    rescale,
-    start_scores,
-    thread_barrier,
-    wait_products,
-)
+from utils.attention.gluon.shared import aggregate, left_operand, rescale, start_scores, thread_barrier, wait_products
 from utils.attention.gluon.softmax import Rows, first_softmax, half_softmax, join_rows, split_rows, spread
 
 
@@ -48,17 +41,19 @@ class Block:
     j: gl.tensor
 
 
-# Sums of exponentials are not negative, which ptxas does not know: it keeps the loop, and all before it in front of what follows.
-NOT_NEGATIVE = gl.constexpr(
-    "{ .reg .pred p; mov.f32 $0, $1; again: setp.lt.f32 p, $0, 0f00000000; vote.sync.any.pred p, p, 0xffffffff; "
-    "@p abs.f32 $0, $0; @p bra again; }"
+# Sums of exponentials are not negative. ptxas does not know that, and keeps the loop.
+SUMS = gl.constexpr(
+    "{ .reg .pred p; mov.f32 $0, $1; on: setp.lt.f32 p, $0, 0f00000000; @p abs.f32 $0, $0; @p bra on; }"
 )
 
 
 @gluon.jit
 def when_summed(rows):
-    """The same `Rows`, behind a branch that has to know the sums: without it ptxas puts the exponentials behind the wait for P V, and nothing overlaps."""
-    total = gl.inline_asm_elementwise(NOT_NEGATIVE, "=f,f", [rows.total], dtype=gl.float32, is_pure=False, pack=1)
+    """The same `Rows`, behind a branch on the sums, which are computed by then.
+
+    Without it ptxas may put the exponentials behind the wait for P V, and nothing overlaps.
+    """
+    total = gl.inline_asm_elementwise(SUMS, "=f,f", [rows.total], dtype=gl.float32, is_pure=False, pack=1)
     return Rows(rows.maximum, total, rows.factor)
 
 
