@@ -173,8 +173,8 @@ def test_what_is_chosen_fits_the_call():
             assert found.programs == shape.batch * shape.kv_heads * found.parts and found.tiles == 1
             assert plan.cluster and not shape.window and found.parts in (2, 4, 8, 16)
         else:
-            assert not plan.cluster and not (found.whole and shape.lengths)
             heads = shape.batch * shape.kv_heads * found.tiles
+            assert not plan.cluster and not (found.whole and shape.lengths and heads != found.programs)
             assert not found.whole or heads % found.programs == 0 or heads > 0.96 * found.programs
         kinds.add((plan.consumers, bool(found.parts), found.whole, found.hint))
     assert len(kinds) >= 10
@@ -222,6 +222,7 @@ CASES = {  # tile; sequences, heads, heads of keys, new tokens, keys, head dimen
     "keys, a window, not causal": ("keys", 128, (2, 4, 2, 5, 400, 72, None), None, {"causal": False, "window": 90}),
     "keys, a window, lengths": ("keys", 256, (2, 3, 1, 4, 300, 200, 256), (300, 20), {"window": 100}),
     "keys, whole heads": ("keys", 64, (4, 2, 2, 3, 300, 64, None), None, {"whole": True}),
+    "keys, whole heads, lengths": ("keys", 64, (2, 4, 2, 2, 700, 64, None), (700, 530), {"whole": True, "window": 300}),
     "keys, two tiles, 140 sequences": ("keys", 64, (140, 3, 1, 6, 40, 64, None), tuple(range(1, 36)) * 4, {}),
     "64 rows, groups of five": ("rows", 64, (1, 10, 2, 7, 500, 64, None), None, {}),
     "64 rows, a window, pages of 16": ("rows", 64, (2, 8, 1, 5, 300, 64, 16), (300, 70), {"window": 60}),

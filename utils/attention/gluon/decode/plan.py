@@ -27,6 +27,8 @@ HINT_BYTES = 300 << 20
 # Heads times bytes of keys and values up to which half of the SMs read: more parts of a head take longer to add up than to read.
 # That gains 5 to 28% of the calls that were timed.
 HALF_BYTES = 40_000_000
+# Of a head's keys and values: up to here one program reads them as fast as several read and merge them.
+SHORT_BYTES = 1 << 18
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
@@ -168,7 +170,7 @@ class Arrangement:
     programs: int
     tiles: int = 1  # of query rows of a head of keys
     parts: int = 0  # programs of a cluster
-    whole: bool = False  # programs take whole heads of equal lengths, so that nothing is merged
+    whole: bool = False  # programs take whole heads, of equal lengths or at most one each, so that nothing is merged
     hint: bool = False  # what TMA brings is the first to leave the L2 (`kernels/assembling.py`)
 
     @property
@@ -192,13 +194,16 @@ def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: i
     return ""
 
 
-def takes_whole_heads(heads: int, blocks: int, programs: int) -> bool:
+def takes_whole_heads(shape: Shape, heads: int, blocks: int, programs: int) -> bool:
     """Whether programs take whole heads, so that nothing is merged: where that costs less than the merge.
 
-    heads: of all sequences. blocks: of each head. Seven tenths of the SMs read as fast as all of them.
+    heads: of all sequences, tiles of query rows counted. blocks: of each head. Seven tenths of the SMs read as fast as all of them.
     """
+    if heads <= programs and shape.bytes <= SHORT_BYTES * shape.batch * shape.kv_heads:
+        return True
     rounds = -(-heads // programs)
-    return rounds * programs <= 1.04 * heads or blocks == 1 or 0.7 * programs <= heads <= programs
+    balanced = rounds * programs <= 1.04 * heads or blocks == 1 or 0.7 * programs <= heads <= programs
+    return balanced and not shape.lengths
 
 
 def cluster_parts(shape: Shape, multiprocessors: int) -> int:
@@ -278,7 +283,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     heads *= tiles
     places = multiprocessors * plan.per_sm
     blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
-    whole = not shape.lengths and takes_whole_heads(heads, blocks, places)
+    whole = takes_whole_heads(shape, heads, blocks, places)
     few = heads * shape.bytes <= HALF_BYTES and not shape.fp8
     programs = min(heads, places) if whole else max(1, places // 2 if few else places)
     return Arrangement(plan, programs, tiles, whole=whole, hint=hint)

@@ -71,19 +71,20 @@ class Split:
 
 @gluon.jit
 def deal(lens_ptr, lengths, batch, heads, sk, sq, left, block_n, whole, programs):
-    """The Split of all blocks over that many programs; whole: they take whole heads, of equal lengths."""
+    """The Split of all blocks over that many programs; whole: they take whole heads, of equal lengths or at most one each."""
     each = count_blocks(sk, sq, left, block_n)
     total = batch * each
     mine = programs // heads  # of a head of all sequences
     piece = gl.cdiv(each, gl.maximum(mine // batch, 1))
-    if lengths > 0:
+    if (lengths > 0) & (whole == 0):
         total = all_blocks(lens_ptr, batch, sq, left, block_n)
         # With this a sequence of n blocks has fewer than n / piece + 1 pieces, and all have `mine` at most.
         piece = gl.cdiv(total - batch, gl.maximum(mine - batch, 1))
     piece = gl.maximum(piece, 1)
     least = gl.cdiv(total * heads, programs)
     cut = (whole == 0) & (mine >= batch + lengths) & (piece <= least + least // LONGER + 1)
-    grain = gl.where(whole > 0, each, gl.where(cut, piece, 1))
+    # With a window a shorter sequence may need one block more.
+    grain = gl.where(whole > 0, each + lengths, gl.where(cut, piece, 1))
     grains = heads * gl.where(whole > 0, batch, total)
     programs = gl.minimum(programs, grains)
     share = gl.where(cut, 1, grains // programs)
@@ -150,7 +151,7 @@ class Cache:
     def start(self, whole):
         """Where the blocks of this program begin, and how many it has; behind the last sequence where there are none.
 
-        whole: programs take whole heads of equal lengths.
+        whole: programs take whole heads, of equal lengths or at most one each.
         """
         block_n: gl.constexpr = self.PLAN.block_n
         heads = self.heads * self.tiles  # each tile of query rows reads the keys for itself
@@ -162,7 +163,7 @@ class Cache:
         each = gl.cdiv(count_blocks(self.sk, self.sq, self.left, block_n), grain) * heads
         b = unit // each
         begin = b * each
-        if self.lengths > 0:
+        if (self.lengths > 0) & (whole == 0):
             b = 0 * b
             begin = 0 * begin
             end = 0 * begin
