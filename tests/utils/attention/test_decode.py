@@ -154,7 +154,8 @@ def test_a_hundred_drawn_shapes_need_few_kernels():
 
 @pytest.mark.parametrize("plan", TILES.values(), ids=str)
 def test_every_tile_fits(plan: Plan):
-    assert plan.per_sm * (plan.shared_bytes + plan.inbox_space + 1100) <= SHARED_BYTES
+    more = 4608 if plan.consumers else 1100  # barriers, and where threads exchange what they store
+    assert plan.per_sm * (plan.shared_bytes + plan.inbox_space + more) <= SHARED_BYTES
     assert plan.slots % 2 == 0 and plan.slots >= 4 and plan.block_n % plan.box == 0
     assert plan.columns == 64 * plan.consumers or not plan.consumers
 
@@ -401,10 +402,12 @@ for key, box in COMPILED:
     changed = policy_copies(found.ptx) if plan else ""
     if plan and not assembled:
         assembled = len(assemble(changed)) > 10_000
+    products = [part.split("DEPBAR.LE gsb0, 0x0")[0] for part in found.sass.split("DEPBAR.LE gsb0, 0x1")[1:]]
     reports.append([found.spill_bytes, found.shared_bytes, found.count("wgmma.mma_async", "ptx"),
                     changed.count("L2::cache_hint"), found.count("cp.async.bulk.tensor", "ptx"),
                     found.count("STAS"), len(found.unused_barriers),
-                    found.count("griddepcontrol", "ptx"), sum("maxnreg" in w or "wgmma" in w for w in found.warnings)])
+                    found.count("griddepcontrol", "ptx"), min((part.count("MUFU.EX2") for part in products), default=0),
+                    sum("maxnreg" in w or "wgmma" in w for w in found.warnings)])
 assert assembled
 print(json.dumps(reports))
 """
@@ -433,13 +436,15 @@ def assemblies():
 @pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
 @pytest.mark.parametrize(("key", "box"), COMPILED, ids=str)
 def test_the_assembly_is_what_the_plan_says(assemblies, key, box):
-    spill, shared, wgmma, policies, copies, sends, unused, overlap, warnings = assemblies[key, box]
+    spill, shared, wgmma, policies, copies, sends, unused, overlap, beside, warnings = assemblies[key, box]
     plan = replace(TILES[key], box=box) if key in TILES else None
     # The operand, output and scores of the largest fp8 tiles fill the registers: numbers that are used once a head leave theirs.
     full = plan and plan.fp8 and (plan.block_d == 256 or plan.block_d * plan.columns == 128 * 64)
-    assert spill <= (40 if key == ("rows", 256, 2) else 68 if full else 0)
+    assert spill <= (40 if key == ("rows", 256, 2) else 160 if full else 0)
     assert unused == warnings == 0 and overlap == 1
+    if key[0] == "rows":  # half of a block's exponentials beside the product with V
+        assert beside >= plan.block_n // 4
     if plan:
-        assert plan.shared_bytes <= shared <= plan.shared_bytes + 2048 and wgmma >= 8
+        assert plan.shared_bytes <= shared <= plan.shared_bytes + 4608 and wgmma >= 8
         assert shared + plan.inbox_space <= SHARED_BYTES // plan.per_sm
         assert policies == copies > 0 and (sends > 0) == plan.cluster
