@@ -404,20 +404,16 @@ for key, box in COMPILED:
         assembled = len(assemble(changed)) > 10_000
     products = [part.split("DEPBAR.LE gsb0, 0x0")[0] for part in found.sass.split("DEPBAR.LE gsb0, 0x1")[1:]]
     reports.append([found.spill_bytes, found.shared_bytes, found.count("wgmma.mma_async", "ptx"),
-                    changed.count("L2::cache_hint"), found.count("cp.async.bulk.tensor", "ptx"),
-                    found.count("STAS"), len(found.unused_barriers),
-                    found.count("griddepcontrol", "ptx"), min((part.count("MUFU.EX2") for part in products), default=0),
+                    changed.count("L2::cache_hint"), found.count("cp.async.bulk.tensor", "ptx"), found.count("STAS"),
+                    len(found.unused_barriers), found.count("griddepcontrol", "ptx"),
+                    min((part.count("MUFU.EX2") for part in products), default=0),
                     sum("maxnreg" in w or "wgmma" in w for w in found.warnings)])
 assert assembled
 print(json.dumps(reports))
 """
-# Of each kind the tiles that need the most registers, some with pages of 16 tokens too; and the merge.
-CLUSTERED = (("cluster", 128), ("cluster of rows", 128), ("cluster of a sequence", 128))
+# All tiles but those of fp8, of which some; some with pages of 16 tokens too; and the merge.
 COMPILED = [
-    *(
-        (key, 64)
-        for key in (("keys", 64), ("keys", 256), ("rows", 64, 1), ("rows", 128, 2), ("rows", 256, 2), *CLUSTERED)
-    ),
+    *((key, 64) for key in TILES if key[0] != "fp8"),
     (("rows", 256, 1), 16),
     *((("fp8", *tile), box) for tile in ((64, 64), (128, 64), (256, 8)) for box in (64, 16)),
     (("merge",), 0),
