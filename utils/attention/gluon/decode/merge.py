@@ -121,7 +121,7 @@ def add_piece(results, first, count, piece, columns, d_bits):
     at = (piece * LANES + gl.arange(0, LANES, gl.SliceLayout(0, sums))) * WIDTH
     block_d = 1 << d_bits
     column = at >> d_bits
-    d = at & (block_d - 1)
+    d = (at & (block_d - 1)) // WIDTH * WIDTH
     exists = (column < rows) & (d < head_dim)
     split = gl.arange(0, HELD, gl.SliceLayout(1, sums))
     width = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
@@ -132,8 +132,9 @@ def add_piece(results, first, count, piece, columns, d_bits):
         i = begin + split
         part = 2 * (first + i) + (i == 0).to(gl.int32)
         here = (i < count)[:, None] & exists[None, :]
-        start = (part * (columns * (block_d + 2)))[:, None]
-        numbers = start + (column * block_d + d + 2 * columns)[None, :]
+        # Multiples of WIDTH, known to the compiler: it then loads all neighbours at once.
+        start = (part * (columns * (block_d + 2) // WIDTH * WIDTH))[:, None]
+        numbers = start + (at + 2 * columns // WIDTH * WIDTH)[None, :]
         # Past the L1: other SMs have written this a moment ago.
         pointers = parts_ptr + numbers[:, :, None] + width[None, None, :]
         values = gl.load(pointers, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
@@ -164,7 +165,7 @@ def attention_decode_merge(out_ptr, parts_ptr, tiles, rows, columns, d_bits, hea
     head = gl.program_id(0)
     row_of_tile = (head % tiles) * columns
     mine = gl.minimum(rows - row_of_tile, columns)
-    results = out_ptr, parts_ptr, c, head // tiles * rows + row_of_tile, mine, head_dim
+    results = out_ptr, parts_ptr, c, head // tiles * rows + row_of_tile, mine, in_eights(head_dim)
     wait_for_launch_before()
     first = gl.load(parts_ptr + ends + 2 * head, cache_modifier=".cg").to(gl.int32)
     count = gl.load(parts_ptr + ends + 2 * head + 1, cache_modifier=".cg").to(gl.int32) - first + 1

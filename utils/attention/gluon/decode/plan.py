@@ -27,8 +27,11 @@ HINT_BYTES = 300 << 20
 # Heads times bytes of keys and values up to which half of the SMs read: more parts of a head take longer to add up than to read.
 # That gains 5 to 28% of the calls that were timed.
 HALF_BYTES = 40_000_000
-# Of a head's keys and values: up to here one program reads them as fast as several read and merge them.
-SHORT_BYTES = 1 << 18
+# A merge takes as long as one program reads so many bytes, and six times what a part has. Heads of 512 keys that are not divided take
+# 12 to 19 us in place of 16 to 24.
+MERGE_BYTES = 1 << 18
+# Of a head's keys and values: up to here tiles of 64 query rows that run at the same time are faster than half as many of 128.
+SHORT_BYTES = 1 << 21
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
@@ -194,14 +197,17 @@ def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: i
     return ""
 
 
-def takes_whole_heads(shape: Shape, heads: int, blocks: int, programs: int) -> bool:
+def takes_whole_heads(shape: Shape, plan: Plan, heads: int, programs: int) -> bool:
     """Whether programs take whole heads, so that nothing is merged: where that costs less than the merge.
 
-    heads: of all sequences, tiles of query rows counted. blocks: of each head. Seven tenths of the SMs read as fast as all of them.
+    heads: of all sequences, tiles of query rows counted. Seven tenths of the SMs read as fast as all of them.
     """
-    if heads <= programs and shape.bytes <= SHORT_BYTES * shape.batch * shape.kv_heads:
-        return True
+    blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
     rounds = -(-heads // programs)
+    # What a program reads more than its share; lengths are half of the longest.
+    more = shape.bytes // (shape.batch * shape.kv_heads) * (1 - heads / programs / (2 if shape.lengths else 1))
+    if heads <= programs and more <= MERGE_BYTES + 24 * plan.columns * plan.block_d:
+        return True
     balanced = rounds * programs <= 1.04 * heads or blocks == 1 or 0.7 * programs <= heads <= programs
     return balanced and not shape.lengths
 
@@ -257,9 +263,11 @@ def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
     keys = TILES["keys", width]
     if rows <= MANY_ROWS and not (shape.page and shape.page < min(keys.block_n, 128)):
         return keys
-    many = rows > 64 and not 0 < shape.page < SMALL_PAGE
+    heads = shape.batch * shape.kv_heads
+    short = shape.bytes <= SHORT_BYTES * heads and heads * -(-rows // 64) <= multiprocessors
     # Two tiles of 64 rows that are computed at the same time read keys from the L2, and are faster than one at head dimension 256.
-    many = many and (width < 256 or shape.batch * shape.kv_heads >= multiprocessors)
+    few = 10 * heads < 7 * multiprocessors if width == 256 else short
+    many = rows > 64 and not few and not 0 < shape.page < SMALL_PAGE
     return TILES["rows", width, 2 if many else 1]
 
 
@@ -282,8 +290,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     tiles = -(-shape.rows // plan.columns)
     heads *= tiles
     places = multiprocessors * plan.per_sm
-    blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
-    whole = takes_whole_heads(shape, heads, blocks, places)
+    whole = takes_whole_heads(shape, plan, heads, places)
     few = heads * shape.bytes <= HALF_BYTES and not shape.fp8
     programs = min(heads, places) if whole else max(1, places // 2 if few else places)
     return Arrangement(plan, programs, tiles, whole=whole, hint=hint)
