@@ -37,7 +37,7 @@ from utils.attention.gluon.blocks import first_block, start_output, step
 from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
 from utils.attention.gluon.plan import Case, deal_tiles, row_offset, tile_blocks, whole_tiles
-from utils.attention.gluon.shared import accumulator, wait_products
+from utils.attention.gluon.shared import accumulator, left_operand, wait_products
 from utils.attention.gluon.softmax import normalizers, spread
 from utils.attention.gluon.transfers import load_first, producer, store_lse, store_tile
 from utils.kernels.assembling import narrowed
@@ -90,9 +90,11 @@ def consumer(work, results, W: gl.constexpr):
         right, edge = work.clean_blocks(row, BLOCK_M, lo, hi, stop, base)
 
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
-        q = work.q.tile(i, W)
+        q, left = work.q.tile(i, W), None
+        if BLOCK_D == 128:  # half of Q stays in registers: shared memory is as busy as the tensor cores
+            left = q.slice(0, 64, 1).load(left_operand(BLOCK_N))
         block = Block(it, row, base + (hi - 1) * BLOCK_N)
-        p, state = first_block(work, block, q)
+        p, state = first_block(work, block, (q, left))
         if Q_SLOTS == 2:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
@@ -105,7 +107,7 @@ def consumer(work, results, W: gl.constexpr):
             block = Block(it, row, base + (hi - 1 - j) * BLOCK_N)
             # Causal and packed tiles begin where the diagonal of their rows lies in the block that was first (`first_row`).
             masked = HIDING and ((j < right) | (j >= edge))
-            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked)
+            o, p, state = step(work, block, (q, left), o, p, state, j + 1 < n, masked)
             it += 1
 
         pv = start_output(work, it, o, p, state)
