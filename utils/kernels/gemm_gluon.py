@@ -48,6 +48,7 @@ from utils.kernels.gemm_work import (
     allocate_ring,
     fill,
     join_cluster,
+    know,
     operands,
     release,
     shared_tiles,
@@ -91,18 +92,22 @@ def producer(work, ring, a_desc, b_desc):
     """One warp: keep the ring full. `step` counts slots filled since the start, across tiles."""
     PLAN: gl.constexpr = work.PLAN
     step = 0
+    begin = gl.program_id(0) // PLAN.cluster
+    stride = gl.num_programs(0) // PLAN.cluster
+    first, last, row, column = work.locate(begin)
+    know(row + column)
     wait_for_launch_before()
     # Only now: with several launches ahead, blocks of those far ahead would take the SMs of the next.
     let_next_launch_begin()
     join_cluster(PLAN)
-    for item in range(gl.program_id(0) // PLAN.cluster, work.items, gl.num_programs(0) // PLAN.cluster):
-        first, last, row, column = work.locate(item)
+    for item in range(begin, work.items, stride):
         for k in range(first, last):
             # Without this wait TMA would overwrite what a consumer still reads, another block's too where it shares the
             # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
             wait_until_empty(ring, step, PLAN.stages)
             fill(ring, step, a_desc, b_desc, row, column, k * BLOCK_K, PLAN)
             step += 1
+        first, last, row, column = work.locate(min(item + stride, work.items - 1))
     if PLAN.cluster > 1:
         # Until all that this block has fetched has been read: after that no other block sends anything here, and this one
         # may end, with its barriers.
@@ -150,6 +155,7 @@ def short_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, items, whole, 
     item = gl.program_id(0)
     first, last, row, column = work.locate(item)
     count = last - first
+    know(row + column)
     wait_for_launch_before()
     for i in gl.static_range(STAGES):
         fill(ring, i, a_desc, b_desc, row, column, (first + i) * BLOCK_K, PLAN, i < count)
