@@ -49,8 +49,8 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
     plan = replace(plan, a_column_major=a_columns, b_column_major=b_columns)
     if not a.is_cuda:
-        # The simulator has no clusters, and products as wide as tensors.
-        plan = replace(plan, cluster=1, block_n=plan.columns)
+        # The simulator has no clusters, and products as wide as tensors, of which fewer fit.
+        plan = replace(plan, cluster=1, block_n=plan.columns, stages=min(4, plan.stages))
     items = items_of(m, n, plan, split, sms)
     # Not by what `workspace` returns for nothing: a kernel with other types of arguments would be compiled once more.
     partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * plan.block_n)
@@ -171,8 +171,12 @@ def fewer_meetings(ptx: str) -> str:
 def prefetch_descriptors(ptx: str) -> str:
     """Fetch the TMA descriptors first of all: they are arguments, and there before the launch before has ended."""
     names = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
-    fetch = "".join(f"mov.b64 map, {name}; cvta.param.u64 map, map; @first prefetch.tensormap [map]; " for name in names)
-    first = "{ .reg .b64 map; .reg .b32 thread; .reg .pred first; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+    fetch = "".join(
+        f"mov.b64 map, {name}; cvta.param.u64 map, map; @first prefetch.tensormap [map]; " for name in names
+    )
+    first = (
+        "{ .reg .b64 map; .reg .b32 thread; .reg .pred first; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
+    )
     return ptx.replace("// %bb.0:", f"// %bb.0:\n{first}{fetch}}}", 1)
 
 

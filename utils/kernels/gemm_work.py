@@ -124,7 +124,6 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
     """Allocate the slots and set up their barriers, before the block joins its cluster."""
     STAGES: gl.constexpr = PLAN.stages
     A_TILE: gl.constexpr = PLAN.a_tile
-    B_TILE: gl.constexpr = PLAN.b_tile
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = full  # in the short kernel nothing is handed over
     if not PLAN.short:
@@ -136,7 +135,9 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
             mbarrier.init(empty.index(i), count=PLAN.consumers * PLAN.cluster)
     if PLAN.cluster > 1:
         instruct(SHOW)  # without that the other blocks may not see the barriers when this one joins
-    return (shared_tiles(DTYPE, STAGES * PLAN.consumers, A_TILE), shared_tiles(DTYPE, STAGES, B_TILE), full, empty)
+    # B's slots have no more columns than TMA brings, though its tiles are read as if they had a power of two.
+    UNITS: gl.constexpr = STAGES * PLAN.brought // 8
+    return (shared_tiles(DTYPE, STAGES * PLAN.consumers, A_TILE), shared_tiles(DTYPE, UNITS, [8, BLOCK_K]), full, empty)
 
 
 @gluon.jit
@@ -167,26 +168,30 @@ def fill(ring, i, a_desc, b_desc, row, column, k, PLAN: gl.constexpr, pred=True)
         rows = row + w * PLAN.rows
         at = [k, rows] if PLAN.a_column_major else [rows, k]
         tma.async_load(a_desc, at, full, ring[0].index(slot * CONSUMERS + w), pred=pred)
-    tile = ring[1].index(slot)
     B_BOX: gl.constexpr = PLAN.b_box
+    base = slot * (PLAN.brought // 8)
     if PLAN.b_tile == B_BOX:
         at = [column, k] if PLAN.b_column_major else [k, column]
-        tma.async_load(b_desc, at, full, tile, pred=pred)
+        tma.async_load(b_desc, at, full, tile_at(ring[1], base, B_BOX), pred=pred)
     else:
         ROWS_B: gl.constexpr = B_BOX[0]
-        COUNT: gl.constexpr = PLAN.columns // ROWS_B
         TIMES: gl.constexpr = PLAN.brought // PLAN.cluster // ROWS_B
-        boxes = tile.reinterpret(tile.dtype, [COUNT, ROWS_B, BLOCK_K], tile.layout)
         if PLAN.cluster > 1:
             instruct(MARK_SHARED)
         for i in gl.static_range(TIMES):
-            box = rank(PLAN) * TIMES + i
             # Where rows of B are longer than 128 bytes, they lie in shared memory as blocks of 64 columns, one behind the other.
-            y = box * ROWS_B
+            y = (rank(PLAN) * TIMES + i) * ROWS_B
             at = [column + y, k] if PLAN.b_column_major else [k + y % BLOCK_K, column + y // BLOCK_K * BLOCK_K]
-            tma.async_load(b_desc, at, full, boxes.index(box), pred=pred)
+            tma.async_load(b_desc, at, full, tile_at(ring[1], base + y // 8, B_BOX), pred=pred)
         if PLAN.cluster > 1:
             instruct(MARK_OWN)
+
+
+@gluon.jit
+def tile_at(memory, unit, TILE: gl.constexpr):
+    """A tile that begins at one of the units of 8 rows of a memory, swizzled as wgmma and TMA read it."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, memory.dtype)
+    return memory.index(unit).reinterpret(memory.dtype, TILE, layout)
 
 
 @gluon.jit
@@ -194,7 +199,8 @@ def operands(ring, i, PLAN: gl.constexpr, WHICH: gl.constexpr):
     """Consumer: its rows of A, and B, of step i, when they have arrived."""
     slot = i % PLAN.stages
     a = ring[0].index(slot * PLAN.consumers + WHICH)
-    b = ring[1].index(slot)
+    B_TILE: gl.constexpr = PLAN.b_tile
+    b = tile_at(ring[1], slot * (PLAN.brought // 8), B_TILE)
     # Without this wait wgmma would read the tiles of the round before.
     mbarrier.wait(ring[2].index(slot), i // PLAN.stages & 1)
     if PLAN.a_column_major:
