@@ -147,12 +147,6 @@ def know(number):
 
 
 @gluon.jit
-def wait_until_empty(ring, i, STAGES: gl.constexpr):
-    """Producer: wait until the slot of step i has been read by all who read it."""
-    mbarrier.wait(ring[3].index(i % STAGES), i // STAGES & 1 ^ 1)
-
-
-@gluon.jit
 def fill(ring, i, a_desc, b_desc, row, column, k, PLAN: gl.constexpr, pred=True):
     """Producer: fetch A[row.., k..] and B[k.., column..] for step i; its slot is empty.
 
@@ -208,15 +202,6 @@ def operands(ring, i, PLAN: gl.constexpr, WHICH: gl.constexpr):
     if PLAN.b_column_major:
         b = b.permute((1, 0))
     return a, b
-
-
-@gluon.jit
-def release(ring, i, STAGES: gl.constexpr, pred=True):
-    """Consumer: the slot of step i may be refilled; without that the producer waits for ever.
-
-    The slot was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
-    """
-    mbarrier.arrive(ring[3].index((i + STAGES) % STAGES), count=1, pred=pred)
 
 
 @gluon.jit
