@@ -17,7 +17,7 @@ from . import context
 from .barriers import come_to_named_barrier
 from .context import refuse
 from .known import known
-from .products import Accumulator, finished_tensor, wait_products
+from .products import finished_tensor, wait_products
 from .tensors import Tensor, to_tensor
 
 _E4M3_TO_FP16 = (
@@ -30,9 +30,8 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Run `gl.inline_asm_elementwise` if its text is known.
 
-    A wait for products, a broadcast from lane 0, a scalar plus zero, a product, a mask by columns, four e4m3 numbers as fp16;
-    named barriers; and what lets a launch begin before the last one has ended, which says nothing here, where
-    launches run one after another.
+    A wait for products, numbers that stay as they are, a product, a mask by columns, four e4m3 numbers as fp16; named barriers;
+    and what lets a launch begin before the last one has ended: nothing here.
     """
     args = list(args)
     idiom, found = _idiom(str(asm), pack, len(args))
@@ -46,7 +45,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         context.program().reschedule()
         wait_products(int(found))
         return finished_tensor(args[0])
-    if idiom == "itself" and isinstance(args[0], Tensor) and not isinstance(args[0], Accumulator) and not args[0].shape:
+    if idiom == "itself" and type(args[0]) is Tensor and (found or not args[0].shape):
         return args[0]
     if idiom == "product":
         return args[0] * args[1]
@@ -71,8 +70,8 @@ def _idiom(asm: str, pack: int, count: int) -> tuple[str, Any]:
         return "named barrier", named.groups()
     if wait := re.fullmatch(r"wgmma\.wait_group\.sync\.aligned (\d+);", text):
         return "wait", wait[1]
-    if text in ("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _ADD_ZERO):
-        return "itself", None  # a scalar is the same in every lane
+    if text in ("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _ADD_ZERO, _SUMS):
+        return "itself", text == _SUMS  # a scalar is the same in every lane
     if count == 2 and text == _product_text(pack):
         return "product", None
     for other, value in (("0f00000000", 0.0), ("0fFF800000", -np.inf)):
@@ -84,6 +83,7 @@ def _idiom(asm: str, pack: int, count: int) -> tuple[str, Any]:
 
 
 _ADD_ZERO = "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }"  # a lane's number is below 32
+_SUMS = "{ .reg .pred p; mov.f32 $0, $1; on: setp.lt.f32 p, $0, 0f00000000; @p abs.f32 $0, $0; @p bra on; }"
 
 
 def _product_text(n: int) -> str:

@@ -62,8 +62,8 @@ def reassembled(compiled: Any, rewrite: Callable[[str], str]) -> Any:
     return compiled.reassembled_twin
 
 
-# A product of 128 columns whose left operand is in registers: its sums, and then the operand.
-_PRODUCT = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)128(k16[\w.]*) *\{([^{}]*)\}(?=, *\{)")
+# A product of 128 columns whose left operand is in registers: its sums, and then the operand. Its last number is 1, which K's is not.
+_PRODUCT = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)128(k16[\w.]*) *\{([^{}]*)\}(?=, *\{[^;]*, *1;)")
 
 
 def narrow_products(ptx: str, columns: int) -> str:

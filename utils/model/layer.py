@@ -260,8 +260,8 @@ def decode_forward(
         sequence = torch.cat((prefill_hidden_states, hidden_states), dim=1)
         return prefill_forward(layer, sequence, position_ids, position_embeddings)[:, -1:]
 
-    if past_key_values is None or cache_positions is None:
-        missing = "past_key_values" if past_key_values is None else "cache_positions"
+    if past_key_values is None or not isinstance(cache_positions, torch.Tensor):
+        missing = "past_key_values" if past_key_values is None else "cache_positions, torch.tensor([position])"
         raise ValueError(f"decode with a cache needs {missing}; use_kv_cache=False decodes without a cache")
     _check_inputs(layer, hidden_states, position_ids, position_embeddings)
     slots, position = start_decode(past_key_values, layer, hidden_states, cache_positions)

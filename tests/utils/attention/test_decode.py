@@ -142,7 +142,7 @@ def draw_shape(rng: random.Random, *, fp8: bool = False) -> Shape:
 
 
 def test_a_hundred_drawn_shapes_need_few_kernels():
-    """A kernel is compiled for its plan and for the type of its tensors alone; three more add up parts (`merge_shape`)."""
+    """A kernel is compiled for its plan and for the type of its tensors alone; one more adds up parts."""
     for seed in range(5):
         rng = random.Random(seed)
         found = {arrange(draw_shape(rng), 132) for _ in range(100)}
@@ -154,8 +154,8 @@ def test_a_hundred_drawn_shapes_need_few_kernels():
 
 @pytest.mark.parametrize("plan", TILES.values(), ids=str)
 def test_every_tile_fits(plan: Plan):
-    assert plan.per_sm * (plan.shared_bytes + plan.inbox_space + 1100) <= SHARED_BYTES
-    assert (plan.slots % 2 == 0 or plan.consumers) and plan.slots >= 4 and plan.block_n % plan.box == 0
+    assert plan.per_sm * (plan.shared_bytes + plan.inbox_space + (4608 if plan.consumers else 1100)) <= SHARED_BYTES
+    assert plan.slots % 2 == 0 and plan.slots >= 4 and plan.block_n % plan.box == 0
     assert plan.columns == 64 * plan.consumers or not plan.consumers
 
 
@@ -173,8 +173,8 @@ def test_what_is_chosen_fits_the_call():
             assert found.programs == shape.batch * shape.kv_heads * found.parts and found.tiles == 1
             assert plan.cluster and not shape.window and found.parts in (2, 4, 8, 16)
         else:
-            assert not plan.cluster and not (found.whole and shape.lengths)
             heads = shape.batch * shape.kv_heads * found.tiles
+            assert not plan.cluster and not (found.whole and shape.lengths and heads != found.programs)
             assert not found.whole or heads % found.programs == 0 or heads > 0.96 * found.programs
         kinds.add((plan.consumers, bool(found.parts), found.whole, found.hint))
     assert len(kinds) >= 10
@@ -194,8 +194,8 @@ def test_what_is_chosen_fits_the_call():
         (Shape(4, 8, 4, 1, 8192, 128, lengths=True), 132, 0, False),
         (Shape(8, 8, 4, 1, 8192, 128), 128, 2, False),
         (Shape(16, 8, 8, 1, 8192, 128), 128, 0, True),  # nearly as many heads as SMs
-        (Shape(128, 8, 8, 1, 1024, 128), 132, 0, True),
         (Shape(24, 8, 4, 1, 2048, 128), 132, 0, False),
+        (Shape(16, 8, 1, 1, 512, 128, lengths=True), 128, 0, True),  # short, and one a program
         (Shape(4, 8, 4, 1, 8192, 128, page=64, lengths=True), 256, 16 // 2, False),  # 64 programs a sequence
     ],
     ids=str,
@@ -222,11 +222,11 @@ CASES = {  # tile; sequences, heads, heads of keys, new tokens, keys, head dimen
     "keys, a window, not causal": ("keys", 128, (2, 4, 2, 5, 400, 72, None), None, {"causal": False, "window": 90}),
     "keys, a window, lengths": ("keys", 256, (2, 3, 1, 4, 300, 200, 256), (300, 20), {"window": 100}),
     "keys, whole heads": ("keys", 64, (4, 2, 2, 3, 300, 64, None), None, {"whole": True}),
+    "keys, whole heads, lengths": ("keys", 64, (2, 4, 2, 2, 700, 64, None), (700, 530), {"whole": True, "window": 300}),
     "keys, two tiles, 140 sequences": ("keys", 64, (140, 3, 1, 6, 40, 64, None), tuple(range(1, 36)) * 4, {}),
     "64 rows, groups of five": ("rows", 64, (1, 10, 2, 7, 500, 64, None), None, {}),
-    "64 rows, a window, pages of 16": ("rows", 64, (2, 8, 1, 5, 300, 64, 16), (300, 70), {"window": 60}),
+    "64 rows, a window, pages of 32": ("rows", 64, (2, 8, 1, 5, 300, 64, 32), (300, 70), {"window": 60}),
     "64 rows, whole heads of 256": ("rows", 256, (2, 5, 1, 7, 90, 256, None), None, {"whole": True}),
-    "64 rows, pages of 32": ("rows", 128, (2, 8, 2, 8, 290, 128, 32), (290, 0), {"causal": False}),
     "128 rows": ("rows", 128, (2, 16, 2, 13, 430, 128, None), None, {}),
     "128 rows of 256, one tile of Q": ("rows", 256, (1, 16, 1, 7, 300, 256, None), None, {}),
     "128 rows, two tiles, lengths": ("rows", 64, (2, 8, 1, 20, 300, 64, 128), (300, 33), {}),
@@ -396,27 +396,25 @@ from utils.kernels.assembling import assemble, policy_copies
 reports, assembled = [], False
 for key, box in COMPILED:
     plan = replace(TILES[key], box=box) if key in TILES else None
-    found = compile_decode(plan or key)
+    found = compile_decode(plan)
     changed = policy_copies(found.ptx) if plan else ""
     if plan and not assembled:
         assembled = len(assemble(changed)) > 10_000
+    products = [part.split("DEPBAR.LE gsb0, 0x0")[0] for part in found.sass.split("DEPBAR.LE gsb0, 0x1")[1:]]
     reports.append([found.spill_bytes, found.shared_bytes, found.count("wgmma.mma_async", "ptx"),
-                    changed.count("L2::cache_hint"), found.count("cp.async.bulk.tensor", "ptx"),
-                    found.count("STAS"), len(found.unused_barriers),
-                    found.count("griddepcontrol", "ptx"), sum("maxnreg" in w or "wgmma" in w for w in found.warnings)])
+                    changed.count("L2::cache_hint"), found.count("cp.async.bulk.tensor", "ptx"), found.count("STAS"),
+                    len(found.unused_barriers), found.count("griddepcontrol", "ptx"),
+                    min((part.count("MUFU.EX2") for part in products), default=0),
+                    sum("maxnreg" in w or "wgmma" in w for w in found.warnings)])
 assert assembled
 print(json.dumps(reports))
 """
-# Of each kind the tiles that need the most registers, some with pages of 16 tokens too; and three merges.
-CLUSTERED = (("cluster", 128), ("cluster of rows", 128), ("cluster of a sequence", 128))
+# All tiles but those of fp8, of which some; some with pages of 16 tokens too; and the merge.
 COMPILED = [
-    *(
-        (key, 64)
-        for key in (("keys", 64), ("keys", 256), ("rows", 64, 1), ("rows", 128, 2), ("rows", 256, 2), *CLUSTERED)
-    ),
+    *((key, 64) for key in TILES if key[0] != "fp8"),
     (("rows", 256, 1), 16),
     *((("fp8", *tile), box) for tile in ((64, 64), (128, 64), (256, 8)) for box in (64, 16)),
-    *((shape, 0) for shape in ((8, 1), (16, 1), (16, 2))),
+    (("merge",), 0),
 ]
 
 
@@ -432,13 +430,15 @@ def assemblies():
 @pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
 @pytest.mark.parametrize(("key", "box"), COMPILED, ids=str)
 def test_the_assembly_is_what_the_plan_says(assemblies, key, box):
-    spill, shared, wgmma, policies, copies, sends, unused, overlap, warnings = assemblies[key, box]
+    spill, shared, wgmma, policies, copies, sends, unused, overlap, beside, warnings = assemblies[key, box]
     plan = replace(TILES[key], box=box) if key in TILES else None
     # The operand, output and scores of the largest fp8 tiles fill the registers: numbers that are used once a head leave theirs.
     full = plan and plan.fp8 and (plan.block_d == 256 or plan.block_d * plan.columns == 128 * 64)
-    assert spill <= (208 if key == ("rows", 256, 2) else 68 if full else 0)
+    assert spill <= (40 if key == ("rows", 256, 2) else 160 if full else 0)
     assert unused == warnings == 0 and overlap == 1
+    if key[0] == "rows":  # half of a block's exponentials beside the product with V
+        assert beside >= plan.block_n // 4
     if plan:
-        assert plan.shared_bytes <= shared <= plan.shared_bytes + 2048 and wgmma >= 8
+        assert plan.shared_bytes <= shared <= plan.shared_bytes + 4608 and wgmma >= 8
         assert shared + plan.inbox_space <= SHARED_BYTES // plan.per_sm
         assert policies == copies > 0 and (sends > 0) == plan.cluster

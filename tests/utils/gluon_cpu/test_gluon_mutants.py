@@ -101,7 +101,7 @@ def error_of(step: int, module, shape: tuple, causal: bool, seed: int | None, mo
         pytest.param(3, 2, SMALL, 14, marks=pytest.mark.slow),
         pytest.param(4, 2, SMALL, 30, marks=pytest.mark.overnight),
         pytest.param(2, 2, SMALL, 1, marks=pytest.mark.overnight),
-        pytest.param(5, 1, SEVERAL_TILES, 7, marks=pytest.mark.overnight),
+        pytest.param(5, 1, SEVERAL_TILES, 3, marks=pytest.mark.overnight),
     ],
 )
 def test_no_mutant_of_the_ladder_passes_in_silence(step, multiprocessors, shapes, at_least, monkeypatch):

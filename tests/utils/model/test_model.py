@@ -288,7 +288,7 @@ def wrong_calls():
         ),
         "takes one token": step(hidden_states=x),
         "needs past_key_values": step(past_key_values=None),
-        "needs cache_positions": step(cache_positions=None),
+        "needs cache_positions, torch.tensor": step(cache_positions=6),
         "the cache is empty: run prefill_forward": step(past_key_values=initialize_kv_cache(CONFIG, 16)),
         "holds 6 tokens: the next position is 6": step(cache_positions=torch.tensor([7])),
         "it must be one position": step(cache_positions=torch.tensor([6, 6])),

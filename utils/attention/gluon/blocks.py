@@ -26,10 +26,10 @@ def first_block(work, block, q):
     MASKED: gl.constexpr = work.CASE.mask != ""
     work.k.wait_full(block.number)
     # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
-    s = wait_products(start_scores(q, work.k.tile(block.number), PLAN.depth), 0, PLAN.block_n)
+    s = wait_products(start_scores(q[0], work.k.tile(block.number), PLAN.depth, q[1]), 0, PLAN.block_n)
     work.k.release(block.number)
     # Without a mask the first block has the last key, behind which there is none; each row sees one key at least.
-    p, state = first_softmax(work.mask(s, block), work.c, q.dtype, PLAN.consumers < 3, MASKED)
+    p, state = first_softmax(work.mask(s, block), work.c, q[0].dtype, PLAN.consumers < 3, MASKED)
     return gl.convert_layout(p, left_operand(PLAN.block_d)), state
 
 
@@ -42,7 +42,7 @@ def step(work, block, q, o, p, state, more, masked):
     PLAN: gl.constexpr = work.PLAN
     HIDING: gl.constexpr = work.HIDING
     dtype: gl.constexpr = work.k.tiles.dtype
-    s = start_scores(q, work.k.tile(block.number), PLAN.depth)
+    s = start_scores(q[0], work.k.tile(block.number), PLAN.depth, q[1])
     pv = start_output(work, block.number, o, p, state)
     # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
     s = wait_products(s, 1, PLAN.block_n)

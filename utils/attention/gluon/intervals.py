@@ -46,23 +46,13 @@ def packed_bounds(lengths: tuple[int, ...], causal: bool, window: int) -> np.nda
     return np.stack([low, high, *(np.searchsorted(bound, position, side="right") for bound in (high, low))])
 
 
-@functools.lru_cache(maxsize=256)
-def packed_queries(
-    lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device
+@functools.lru_cache(maxsize=512)
+def _packed(
+    lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device, forward: bool
 ) -> Packed:
-    """Return the table of the forward pass: tiles of `rows` queries over blocks of `block` keys, in their order."""
-    return _packed(lengths, packed_bounds(lengths, causal, window)[:2], rows, block, device, True)
-
-
-@functools.lru_cache(maxsize=256)
-def packed_keys(
-    lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device
-) -> Packed:
-    """Return the table of the backward pass: tiles of `rows` keys over blocks of `block` queries, those with most first."""
-    return _packed(lengths, packed_bounds(lengths, causal, window)[2:], rows, block, device, False)
-
-
-def _packed(lengths, bounds: np.ndarray, rows: int, block: int, device: torch.device, forward: bool) -> Packed:
+    """Return the table of one pass: tiles of `rows` rows over blocks of `block` columns."""
+    bounds = packed_bounds(lengths, causal, window)
+    bounds = bounds[:2] if forward else bounds[2:]
     ends: np.ndarray = np.cumsum(lengths)
     starts = np.concatenate([np.arange(end - n, end, rows) for end, n in zip(ends, lengths, strict=True)])
     stops = np.minimum(starts + rows, np.repeat(ends, [-(-n // rows) for n in lengths]))
@@ -76,6 +66,10 @@ def _packed(lengths, bounds: np.ndarray, rows: int, block: int, device: torch.de
         tiles, blocks = np.stack([starts, stops, lo, hi], 1)[order], (hi - lo)[order]
     table = np.concatenate([bounds.ravel(), tiles.ravel()]).astype(np.int32)
     return Packed(tensor_on(device, table), tuple(blocks.tolist()))
+
+
+packed_queries = functools.partial(_packed, forward=True)  # tiles of queries over blocks of keys, in their order
+packed_keys = functools.partial(_packed, forward=False)  # tiles of keys over blocks of queries, those with most first
 
 
 @gluon.jit

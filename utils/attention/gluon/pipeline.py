@@ -109,16 +109,17 @@ def allocate_ring(descriptor, SLOTS: gl.constexpr, LANES: gl.constexpr, READERS:
 class Tiles:
     """Which tiles of query rows this program computes, in which order. A tile belongs to one head of one sequence.
 
-    DEALT: a row of `schedule` for each program, computed on the host (`plan.deal_tiles`). Otherwise program p
-    takes the tiles p, p + programs, ...
-    Of a dealt number, `whole` bits are the row tile, the others the head. The other tiles from `whole` on are PARTS each, of 64 rows: a program's first consumer computes such a part alone.
+    DEALT: a row of `schedule` for each program, computed on the host (`plan.deal_tiles`). Otherwise program p takes the
+    numbers p, p + programs, ...: those before `whole` are tiles, the others parts of 64 rows, PARTS of a tile, each of which
+    a program's first consumer computes alone.
     """
 
     schedule: gl.tensor
     stride: gl.tensor
     tiles_m: gl.tensor
-    heads_total: gl.tensor
+    numbers: gl.tensor
     whole: gl.tensor
+    row_bits: gl.tensor  # the lowest bits of a dealt number, which are the row tile; the others are the head
     DEALT: gl.constexpr
     PARTS: gl.constexpr
 
@@ -130,8 +131,7 @@ class Tiles:
         if self.DEALT:
             return uniform(gl.load(own)), uniform(gl.load(own + 1)), own + 2
         else:
-            tiles = self.whole + (self.tiles_m * self.heads_total - self.whole) * self.PARTS
-            return gl.cdiv(tiles - program, gl.num_programs(0)), program, own
+            return gl.cdiv(self.numbers - program, gl.num_programs(0)), program, own
 
     @gluon.jit
     def is_part(self, t):
@@ -152,7 +152,7 @@ class Tiles:
     def locate(self, t):
         """Tile number -> (row tile, head counted over all sequences, part of the row tile)."""
         if self.DEALT:
-            return t & ((1 << self.whole) - 1), t >> self.whole, 0
+            return t & ((1 << self.row_bits) - 1), t >> self.row_bits, 0
         else:
             behind = gl.maximum(t - self.whole, 0)
             t = gl.minimum(t, self.whole) + behind // self.PARTS

@@ -95,8 +95,9 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
 
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
-    "one": each program has a tile of 64 rows at most, or causal rows are dealt out more evenly. "few": tiles of 128 rows at head
-    dimension 64, for few tiles or many masks. "three": full attention in fewer rounds of larger tiles. "": any other.
+    "one": each program has a tile of 64 rows at most, or two where tiles of 128 are a few too many, or causal rows are dealt out
+    more evenly. "few": tiles of 128 rows at head dimension 64, for few tiles or many masks. "three": full attention in fewer
+    rounds of larger tiles. "": any other.
     """
     d, full = block_head_dim(head_dim), not causal and not window
     small = "few" if d == 64 else ""
@@ -110,8 +111,8 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
     if rounds(small) <= 1:  # a program has one tile: none to overlap with
         # Two causal tiles of 64 rows, a long and a short one, take 0.75 to 0.95 of the time of one of 128 (eight shapes on an H200).
         return "one" if rounds("one") == 1 or (causal and not window and sq == sk) else small
-    if d > 64:  # a round of 192 rows takes 1.6 times as long as one of 128
-        return "three" if full and d == 128 and 1.6 * rounds("three") <= rounds("") else ""
+    if d > 64:  # a round of 192 rows takes 1.52 times as long as one of 128
+        return "three" if full and d == 128 and 1.52 * rounds("three") <= rounds("") else ""
     few, large, blocks = rounds("few"), rounds(""), -(-sk // 128)
     if window:
         # Many masks: the window's edges, or the diagonal, go through more than a quarter of the blocks that a tile sees.
@@ -119,6 +120,8 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
         fits = seen < (12 if causal else 20) and (128 if causal else 160) * few <= 192 * large
     elif causal:  # larger tiles take 0.88 of the time, and smaller ones end together
         fits = sq <= 1024 or large <= 2
+    elif rounds("one") == 2:  # just over a round of 128 rows: 0.87 and 0.95 of the time of tiles of 192
+        return "one"
     else:  # larger tiles take 1.29 times as long for a block of keys, and 3.6 blocks, not 2, for start and end
         fits = few * (blocks + 2) <= large * (1.29 * blocks + 3.6)
     return "few" if fits else ""

@@ -105,8 +105,8 @@ def inverse_and_lse(m, total, c):
 
 
 @gluon.jit
-def start_scores(q, k, DEPTH: gl.constexpr = 0, left=None):
-    """Hand q @ k^T to the tensor cores, from zero. q, 64 rows for each warpgroup, or its first columns `left` may be in registers.
+def start_scores(q, k, DEPTH: gl.constexpr = 0, left=None, start=None):
+    """Hand q @ k^T to the tensor cores, from zero or `start`. q, 64 rows for each warpgroup, or its first columns `left` may be in registers.
 
     DEPTH: the columns that are multiplied, 80 or 96; 0: all. Tiles are zero behind them, and zeros take as long as other numbers.
     """
@@ -116,9 +116,9 @@ def start_scores(q, k, DEPTH: gl.constexpr = 0, left=None):
         left = q if DEPTH == 0 else q.slice(0, 64, 1)
     FIRST: gl.constexpr = left.shape[1]
     REST: gl.constexpr = (DEPTH if DEPTH > 0 else q.shape[1]) - FIRST
-    zero = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, ROWS))
+    sums = start if start is not None else gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS, ROWS))
     columns = k.permute([1, 0])
-    s = warpgroup_mma(left, columns.slice(0, FIRST, 0), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(left, columns.slice(0, FIRST, 0), sums, use_acc=start is not None, is_async=True)
     if REST > 0:
         s = warpgroup_mma(q.slice(FIRST, REST, 1), columns.slice(FIRST, REST, 0), s, is_async=True)
     return s
@@ -127,7 +127,7 @@ def start_scores(q, k, DEPTH: gl.constexpr = 0, left=None):
 @builtin
 def in_flight(accumulator, _semantic=None):
     """View a product that is still running as a tensor of its registers, for `wait_products`."""
-    return tensor(accumulator.handle, accumulator.type.tensor_type)
+    return tensor(accumulator.handle, getattr(accumulator.type, "tensor_type", accumulator.type))
 
 
 @gluon.constexpr_function

@@ -31,14 +31,14 @@ class Rows:
 
 @gluon.jit
 def split_rows(x):
-    """[64, N] accumulator -> rows r and rows r + 8 of each warp, [4, 8, N] each: registers are renamed, not moved."""
-    return x.reshape([4, 2, 8, x.shape[1]]).permute([0, 2, 3, 1]).split()
+    """[64, N] accumulator -> rows r and rows r + 8 of each of its 4 warps, [4, 8, N] each: registers are renamed, not moved."""
+    return x.reshape([x.shape[0] // 16, 2, 8, x.shape[1]]).permute([0, 2, 3, 1]).split()
 
 
 @gluon.jit
 def join_rows(a, b):
     """Undo `split_rows`: two halves [4, 8, N] -> [64, N]."""
-    return gl.join(a, b).permute([0, 3, 1, 2]).reshape([64, a.shape[2]])
+    return gl.join(a, b).permute([0, 3, 1, 2]).reshape([16 * a.shape[0], a.shape[2]])
 
 
 @gluon.jit
@@ -57,7 +57,7 @@ def spread(values, x):
 @gluon.jit
 def thread_sums(p):
     """Sum over the columns that one thread holds, [4, 8, N] -> [4, 8, 4]: no exchange between threads."""
-    return gl.sum(gl.sum(p.reshape([4, 8, p.shape[2] // 8, 4, 2]), 4), 2)
+    return gl.sum(gl.sum(p.reshape([p.shape[0], 8, p.shape[2] // 8, 4, 2]), 4), 2)
 
 
 @gluon.jit

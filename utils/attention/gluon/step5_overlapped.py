@@ -37,7 +37,7 @@ from utils.attention.gluon.blocks import first_block, start_output, step
 from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
 from utils.attention.gluon.plan import Case, deal_tiles, row_offset, tile_blocks, whole_tiles
-from utils.attention.gluon.shared import accumulator, wait_products
+from utils.attention.gluon.shared import accumulator, left_operand, wait_products
 from utils.attention.gluon.softmax import normalizers, spread
 from utils.attention.gluon.transfers import load_first, producer, store_lse, store_tile
 from utils.kernels.assembling import narrowed
@@ -90,9 +90,11 @@ def consumer(work, results, W: gl.constexpr):
         right, edge = work.clean_blocks(row, BLOCK_M, lo, hi, stop, base)
 
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
-        q = work.q.tile(i, W)
+        q, left = work.q.tile(i, W), None
+        if BLOCK_D == 128:  # half of Q stays in registers: shared memory is as busy as the tensor cores
+            left = q.slice(0, 64, 1).load(left_operand(BLOCK_N))
         block = Block(it, row, base + (hi - 1) * BLOCK_N)
-        p, state = first_block(work, block, q)
+        p, state = first_block(work, block, (q, left))
         if Q_SLOTS == 2:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
             if i > 0:
                 # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
@@ -105,7 +107,7 @@ def consumer(work, results, W: gl.constexpr):
             block = Block(it, row, base + (hi - 1 - j) * BLOCK_N)
             # Causal and packed tiles begin where the diagonal of their rows lies in the block that was first (`first_row`).
             masked = HIDING and ((j < right) | (j >= edge))
-            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked)
+            o, p, state = step(work, block, (q, left), o, p, state, j + 1 < n, masked)
             it += 1
 
         pv = start_output(work, it, o, p, state)
@@ -126,8 +128,8 @@ def consumer(work, results, W: gl.constexpr):
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-SIZES = ["sq", "sk", "back", "ahead", "tiles_m", "heads_total", "heads", "group"]
-SIZES += ["whole", "schedule_stride", "offset", "eighths", "lse_wanted"]
+SIZES = ["sq", "sk", "back", "ahead", "tiles_m", "numbers", "heads", "group"]
+SIZES += ["whole", "row_bits", "schedule_stride", "offset", "eighths", "lse_wanted"]
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -144,10 +146,11 @@ def attention_step5(
     back,
     ahead,
     tiles_m,
-    heads_total,
+    numbers,
     heads,
     group,
     whole,
+    row_bits,
     schedule_stride,
     offset,
     eighths,
@@ -168,7 +171,7 @@ def attention_step5(
     # V's slots are released half a block later than K's: with two of K, V has a third.
     v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS)
     PARTS: gl.constexpr = CONSUMERS if CASE.mask == "" else 1
-    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, whole, CASE.dealt, PARTS)
+    todo = Tiles(schedule, schedule_stride, tiles_m, numbers, whole, row_bits, CASE.dealt, PARTS)
     work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
     if CONSUMERS == 1:
         load_first(work, q_desc, k_desc, v_desc)
@@ -234,17 +237,17 @@ def launch(a: Arguments) -> Callable | None:
     offset = row_offset(mask == "causal", a.sk - a.sq)
     tiles = len(blocks) * a.heads_total
     whole = tiles if mask else whole_tiles(tiles, plan.consumers, a.programs)
-    programs = min(a.programs, whole + (tiles - whole) * plan.consumers)
-    schedule, stride = None, 0
+    numbers = whole + (tiles - whole) * plan.consumers
+    programs = min(a.programs, numbers)
+    schedule, stride, row_bits = None, 0, (len(blocks) - 1).bit_length()  # row_bits: of the numbers of `deal_tiles`
     if tiles > programs and len(set(blocks)) > 1:  # causal, or a window
         work = blocks, a.heads_total, a.group, a.sk * plan.block_d * 4
         schedule, stride = tile_schedule(*work, programs, a.q.device)
-        whole = (len(blocks) - 1).bit_length()  # of a dealt number, where the head begins
     case = Case(mask, schedule is not None, offset > 0 or len(a.lengths) > 1)
     tensors = (*a.descriptors(), a.out, a.lse)
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    heads = a.heads_total, a.heads, a.group
-    sizes = a.sq, a.sk, back, ahead, len(blocks), *heads, whole, stride, offset, a.head_dim // 8, int(a.return_lse), a.c
+    tiling = len(blocks), numbers, a.heads, a.group, whole, row_bits, stride, offset
+    sizes = a.sq, a.sk, back, ahead, *tiling, a.head_dim // 8, int(a.return_lse), a.c
     options = {"PLAN": plan, "CASE": case, "num_warps": 4}
     if not a.q.is_cuda:
         return attention_step5[(programs,)](*tensors, table, *sizes, **options)

@@ -33,11 +33,7 @@ class Launch(NamedTuple):
     boxes: tuple[int, ...] = ()  # of the first tensors, which TMA descriptors stand for: rows of a box
     warps: int = 4
     early: bool = False  # whether it may begin while the launch before it ends
-
-    @property
-    def depth(self) -> int:
-        """How many columns dV and dK have, by the plan; 0 for all."""
-        return getattr(self.constants.get("PLAN"), "depth", 0)
+    depth: int = 0  # how many columns dV and dK have; 0 for all
 
 
 class Gradients:
@@ -109,7 +105,7 @@ def launches(
     if not plan.dq:
         keys, grid = 128 if width == 64 else 64, (-(-sq // 128) * batch * heads,)
         tensors = "q", "dout", "k", "v", "dq", "lse2", "delta"
-        constants = {"PLAN": replace(plan, mask="ends", depth=0)}
+        constants = {"PLAN": replace(plan, depth=0)}
         boxes = 64, 64, keys, keys, 64
         found.append(Launch("dq.attention_backward_dq", grid, tensors, (*sizes, scale), constants, boxes))
     return found
@@ -133,7 +129,7 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
     rows = m, m, n, n, n, n, m, m, math.gcd(32, (plan.depth or 128) // 2)
     grid, arguments = (min(programs, processors(g.q.device)),), (*sizes, *blocks, g.q.shape[-1] // 8, scale)
     kernel = "step6_one_consumer.attention_backward_step6"
-    return Launch(kernel, grid, tensors, arguments, {"PLAN": plan}, rows, 8, early=True)
+    return Launch(kernel, grid, tensors, arguments, {"PLAN": plan}, rows, 8, early=True, depth=plan.depth)
 
 
 def run(g: Gradients, launch: Launch) -> Handle | None:

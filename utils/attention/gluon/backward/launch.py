@@ -106,8 +106,7 @@ def _prepare(dout, q, k, v, out, lse, dlse, problem: tuple, step: int) -> tuple[
         raise NotImplementedError(
             "The backward pass of packed sequences takes step 6, head dimensions up to 128, and no deterministic mode."
         )
-    mask = "packed" if lengths else "ends" if causal or window or k.shape[2] % 128 else ""
-    packed, plan = None, plan_for(step, q.shape[-1], deterministic, mask)
+    packed, plan = None, plan_for(step, q.shape[-1], deterministic, "packed" if lengths else "ends")
     if lengths:
         from utils.attention.gluon.intervals import packed_keys
 

@@ -279,7 +279,8 @@ def allocate_work(sizes, descriptors, scale):
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded.index(0), count=1)
     mbarrier.init(loaded.index(1), count=1)
-    return Work(sizes, scale * LOG2_E, scale, q, do, k, v, loaded)
+    c = gl.where(scale == 0, 1e-30, scale) * LOG2_E  # a masked score is infinite, and infinity times zero a nan
+    return Work(sizes, c, scale, q, do, k, v, loaded)
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ class BackwardPlan:
     block_d: int  # tile width: the head dimension, rounded up
     block_m: int  # queries of a tile, the inner loop
     block_n: int  # keys of a block
-    # Where a row of tiles needs a mask: nowhere, at its "ends", or "packed": at the ends that the table of `gluon/intervals.py` says.
+    # Where a row of tiles needs a mask: at its "ends", or "packed": at the ends that the table of `gluon/intervals.py` says.
     mask: str = "ends"
     dq: bool = True  # whether dQ is summed in this kernel; in deterministic mode `dq.py` computes it
     depth: int = 0  # 80 or 96: so many columns S^T, dP^T, dV and dK have, and the sums of dQ, not all 128; in step 6
@@ -38,8 +38,7 @@ def plan_for(step: int, head_dim: int, deterministic: bool = False, mask: str = 
         step: 1, 3 or 6; at head dimension 256 step 6 is the kernel of `wide_heads.py`.
         head_dim: Head dimension.
         deterministic: Whether the same inputs must give the same bits, as they always do at head dimension 256.
-        mask: "" for full attention over whole blocks, "packed", or "ends" for all others. At head dimension 64 "" takes 0.94 of
-            the time of "ends"; at 128 it is one kernel, which is 1 to 2% faster.
+        mask: "packed", or "ends" for all others.
     """
     if step not in STEPS:
         raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
@@ -53,7 +52,6 @@ def plan_for(step: int, head_dim: int, deterministic: bool = False, mask: str = 
     tile = _TILES[block_head_dim(head_dim)]
     if tile.block_d == 256:
         return tile
-    mask = "ends" if not mask and tile.block_d == 128 else mask
     depth = -(-head_dim // 16) * 16 if 64 < head_dim <= 96 else 0
     return replace(tile, mask=mask, dq=not deterministic, depth=depth)
 

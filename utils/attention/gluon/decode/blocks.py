@@ -56,11 +56,10 @@ def copy_block(descriptor, cache, cursor, numbers, tile, full, pred):
     """
     PLAN: gl.constexpr = cache.PLAN
     key = (cursor.first + cursor.j) * PLAN.block_n
-    kv_head = cursor.head // cache.tiles
     for i in gl.static_range(PLAN.block_n // PLAN.box):
         row = (key + i * PLAN.box) & ((1 << cache.page_bits) - 1)
         part = tile.slice(i * PLAN.box, PLAN.box, dim=2)
-        tma_load(descriptor, [when_used(numbers[i]), kv_head, row, 0], full, part, pred=pred)
+        tma_load(descriptor, [when_used(numbers[i]), cursor.head, row, 0], full, part, pred=pred)
 
 
 @gluon.jit
@@ -79,17 +78,16 @@ def load_next(descriptor, cache, cursor, numbers, tile, full, pred):
 
 
 @gluon.jit
-def copy_queries(q_desc, cache, b, head, tile, full, pred):
+def copy_queries(q_desc, cache, cursor, tile, full, pred):
     """Start the copy of a tile of query rows, which is announced; rows that do not exist come as zeros."""
-    row = (head % cache.tiles) * cache.PLAN.columns
-    tma_load(q_desc, [b, head // cache.tiles, row, 0], full, tile, pred=pred)
+    tma_load(q_desc, [cursor.b, cursor.head, cursor.tile * cache.PLAN.columns, 0], full, tile, pred=pred)
 
 
 @gluon.jit
-def load_queries(q_desc, cache, b, head, tile, full, pred):
+def load_queries(q_desc, cache, cursor, tile, full, pred):
     """Announce and start the copy of a tile of query rows."""
     mbarrier.expect(full, q_desc.block_type.nbytes, pred=pred)
-    copy_queries(q_desc, cache, b, head, tile, full, pred)
+    copy_queries(q_desc, cache, cursor, tile, full, pred)
 
 
 @gluon.jit
@@ -110,17 +108,16 @@ def clear_blocks(cache, cursor):
 
 
 @gluon.jit
-def mask_block(s, cache, cursor, j, first_row, KEYS: gl.constexpr):
+def mask_block(s, cache, cursor, j, KEYS: gl.constexpr):
     """The scores of block j, minus infinity where a query may not look.
 
-    Dimension KEYS holds the keys; the other one the query rows `first_row` and on of the cursor's tile. Rows are the new tokens
-    of one query head after those of another.
+    Dimension KEYS holds the keys; the other one the query rows of the cursor's tile. Rows are the new tokens of one query head
+    after those of another.
     """
     PLAN: gl.constexpr = cache.PLAN
     ROWS: gl.constexpr = 1 - KEYS
     layout: gl.constexpr = s.type.layout
-    row = (cursor.head % cache.tiles) * PLAN.columns + first_row
-    row += gl.arange(0, s.shape[ROWS], gl.SliceLayout(KEYS, layout))
+    row = cursor.tile * PLAN.columns + gl.arange(0, s.shape[ROWS], gl.SliceLayout(KEYS, layout))
     position = cursor.length - cache.sq + row % cache.sq - (cursor.first + j) * PLAN.block_n
     behind = gl.minimum(position + cache.right + 1, cursor.length - (cursor.first + j) * PLAN.block_n)
     first = position - cache.left + 1

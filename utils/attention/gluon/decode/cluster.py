@@ -45,14 +45,14 @@ def first_block(cache, b, head, team):
     none = head * 0
     # The length is on its way from memory beside the first page numbers, which do not depend on it.
     length = cache.length(b)
-    start = Cursor(b, head, team.rank, none, none, none)
+    start = Cursor(b, head, none, team.rank, none, none, none)
     numbers = ()
     for i in gl.static_range(AHEAD):
         numbers = numbers + (page_numbers(cache, start.behind(i * cache.step)),)  # noqa: RUF005
     blocks = gl.cdiv(length, cache.PLAN.block_n)
     # A program behind the last block computes one all the same: all its scores are masked, and its sums are zero.
     n = gl.maximum((blocks - team.rank + cache.step - 1) >> team.bits, 1)
-    return Cursor(b, head, team.rank, length, none, blocks), n, numbers
+    return Cursor(b, head, none, team.rank, length, none, blocks), n, numbers
 
 
 @gluon.jit
@@ -109,7 +109,7 @@ def attend_cluster(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
         block = start.behind(i * cache.step)
         copy_block(k_desc, cache, block, numbers[i], ring.index(2 * i), full.index(2 * i), i < n)
         if i == 0:
-            copy_queries(q_desc, cache, start.b, start.head, q_tile, full.index(SLOTS), True)
+            copy_queries(q_desc, cache, start, q_tile, full.index(SLOTS), True)
         copy_block(v_desc, cache, block, numbers[i], ring.index(2 * i + 1), full.index(2 * i + 1), i < n)
 
     barrier = open_inbox(team, cache.rows, PLAN)

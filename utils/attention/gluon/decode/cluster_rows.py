@@ -47,7 +47,7 @@ class RowsAsRows:
         BLOCK_D: gl.constexpr = PLAN.block_d
         o, m, total = state
         if needs_mask(self.cache, cursor, j):
-            s = mask_block(s, self.cache, cursor, j, 0, 1)
+            s = mask_block(s, self.cache, cursor, j, 1)
         p, m, total, factor = online_softmax(s, m, total, self.cache.c)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))
         o = rescale(o, factor[:, None].broadcast_to([64, BLOCK_D]))

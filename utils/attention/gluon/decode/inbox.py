@@ -178,7 +178,7 @@ def add_up(results, inbox, rank, start, PARTS: gl.constexpr):
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     i = (row * WIDTH)[:, None] + column[None, :]
     d = rank * WIDTH + column
-    place, exists = results.places(start.b, start.head, row)
+    place, exists = results.places(start, row)
     sums = inbox + 8 * row
     numbers = inbox + PLAN.numbers_at + 4 * i
     top = gl.full([ROWS], MINUS_INF, gl.float32, gl.SliceLayout(1, layout))

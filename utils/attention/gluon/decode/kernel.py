@@ -55,7 +55,7 @@ def attention_decode(
         table_ptr,
         table_stride,
         batch,
-        kv_heads * tiles,
+        kv_heads,
         tiles,
         rows,
         sq,

@@ -100,7 +100,7 @@ class KeysAsRows:
         PLAN: gl.constexpr = self.cache.PLAN
         o, m, sums = state
         if needs_mask(self.cache, cursor, j):
-            s = mask_block(s, self.cache, cursor, j, 0, 0)
+            s = mask_block(s, self.cache, cursor, j, 0)
         p, m, factor, sums = softmax(s, m, sums, self.cache.c)
         self.p_tile.permute([1, 0]).store(p.to(self.p_tile.dtype))
         o = o * factor[None, :]
@@ -210,7 +210,7 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
         fence_async_shared()
         thread_barrier()
 
-        copy_queries(q_desc, cache, cursor.b, cursor.head, q_ring.index(0), q_full.index(0), True)
+        copy_queries(q_desc, cache, cursor, q_ring.index(0), q_full.index(0), True)
         following = cursor
         pages = page_numbers(cache, following)
         for fill in gl.static_range(SLOTS // 2):
@@ -229,12 +229,12 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
             following = cache.advance(cursor.at_last())
             # The other tile of Q was used by the piece before, whose products are done.
             tile, barrier = q_ring.index((piece + 1) % 2), q_full.index((piece + 1) % 2)
-            load_queries(q_desc, cache, following.b, following.head, tile, barrier, done + n < count)
+            load_queries(q_desc, cache, following, tile, barrier, done + n < count)
             mbarrier.wait(q_full.index(piece % 2), (piece // 2) & 1)
             q = q_ring.index(piece % 2).reshape([PLAN.columns, PLAN.block_d])
             way = KeysAsRows(cache, q, p_tile)
             o, m, total, loads = attend_head(way, cursor, (n, done, count), (ring, full, k_desc, v_desc), loads)
-            results.store(cursor, n, o, ((gl.arange(0, PLAN.columns, columns), m, total),), 0, 1)
+            results.store(cursor, n, o, ((gl.arange(0, PLAN.columns, columns), m, total),), 1)
             done += n
             piece += 1
             cursor = following

@@ -14,13 +14,12 @@ import torch
 from utils.attention.gluon.arguments import addressable, strides_fit, unused
 from utils.attention.gluon.decode.plan import (
     ALONE_BYTES,
+    MERGE_NUMBERS,
     MERGE_PROGRAMS,
-    MERGE_WIDTH,
     ONE_PIECE,
     Arrangement,
     Shape,
     arrange,
-    merge_shape,
 )
 from utils.attention.problem import positive_scale
 from utils.kernels.handle import Handle
@@ -157,8 +156,7 @@ class Launch:
         ends = 2 * found.programs * plan.columns * (plan.block_d + 2)
         self.merge_sizes: tuple = found.tiles, rows, plan.columns, plan.block_d.bit_length() - 1, head_dim, ends
         self.merge_sizes += (scale * LOG2_E,)
-        self.merge_shape = merge_shape(found.programs // (batch * heads))
-        pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_WIDTH * 128 // self.merge_shape[1]))
+        pieces = -(-min(rows, plan.columns) * plan.block_d // MERGE_NUMBERS)
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
         self.parts = ends + 2 * batch * heads if found.merged else 0
         self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
@@ -213,8 +211,7 @@ class Launch:
         ]
         if self.parts:
             options = {"num_warps": 4, "launch_pdl": True}
-            rest = (*self.merge_sizes, *self.merge_shape)
-            kernels.append((attention_decode_merge, self.merge_grid, memory[:2], rest, options))
+            kernels.append((attention_decode_merge, self.merge_grid, memory[:2], self.merge_sizes, options))
         if self.device.type != "cuda":
             for kernel, grid, tensors, rest, options in kernels:
                 kernel[grid](*tensors, *rest, **options)

@@ -14,13 +14,13 @@ memory, and waits for each eight of them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.decode.plan import MERGE_WIDTH
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.shared import MINUS_INF, aggregate
 from utils.attention.gluon.softmax import spread
 from utils.kernels.early_launch import wait_for_launch_before
 
-WIDTH = gl.constexpr(MERGE_WIDTH)
+WIDTH = gl.constexpr(4)
+HELD = gl.constexpr(8)  # with more an SM has room for fewer programs
 
 
 @gluon.jit
@@ -35,6 +35,14 @@ def inverse(total):
     return gl.where(total == 0.0, 0.0, 1.0 / gl.where(total == 0.0, 1.0, total))
 
 
+@gluon.constexpr_function
+def rows_by_eights(rows, columns):
+    """Like the layout of a product [rows, columns], but a thread has eight neighbours of a row: a conversion stays inside a warp."""
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, 32 << i] for i in range((columns // 32).bit_length() - 1))]
+    warps = [[16 << i, 0] for i in range((rows // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], warps, [], [rows, columns])
+
+
 @aggregate
 class Results:
     """Output and parts, and what says where in them a row is."""
@@ -46,40 +54,49 @@ class Results:
     cache: Cache
 
     @gluon.jit
-    def places(self, b, head, column):
+    def places(self, cursor, column):
         """Where the columns' rows begin in the output, (B, Hkv, rows, D), and which of them exist."""
-        row = (head % self.cache.tiles) * self.cache.PLAN.columns + column
-        kv_heads = self.cache.heads // self.cache.tiles
-        flat = (b * kv_heads + head // self.cache.tiles) * self.cache.rows + row
+        row = cursor.tile * self.cache.PLAN.columns + column
+        flat = (cursor.b * self.cache.heads + cursor.head) * self.cache.rows + row
         return flat.to(gl.int64) * self.head_dim, row < self.cache.rows
 
     @gluon.jit
-    def store(self, cursor, n, o, sums, first_row, ROWS: gl.constexpr):
+    def store_rows(self, cursor, o):
+        """Store the output [rows, D] of a tile by eights: by twos, heads of 256 keys take 1.1 to 1.2 times as long."""
+        layout: gl.constexpr = rows_by_eights(o.shape[0], o.shape[1])
+        o = gl.convert_layout(o.to(self.out_ptr.dtype.element_ty), layout)
+        at, exists = self.places(cursor, gl.arange(0, o.shape[0], gl.SliceLayout(1, layout)))
+        d = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
+        gl.store(self.out_ptr + at[:, None] + d, o, mask=exists[:, None] & (d < self.head_dim))
+
+    @gluon.jit
+    def store(self, cursor, n, o, sums, ROWS: gl.constexpr):
         """Store what the n blocks from the cursor on gave: the output of a head, or the part of one.
 
-        Dimension ROWS of o, unnormalized, holds the tile's query rows first_row and on, the other one D. sums: row numbers, maxima
-        and sums, a tuple of these for all rows or for each half of them (`softmax.split_rows`).
+        Dimension ROWS of o, unnormalized, holds the tile's query rows, the other one D. sums: row numbers, maxima and sums, a tuple
+        of these for all rows or for each half of them (`softmax.split_rows`).
         """
         cache = self.cache
         COLUMNS: gl.constexpr = cache.PLAN.columns
         BLOCK_D: gl.constexpr = cache.PLAN.block_d
         PART: gl.constexpr = COLUMNS * (BLOCK_D + 2)
         layout: gl.constexpr = o.type.layout
-        row = first_row + gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, layout))
+        row = gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, layout))
         d = gl.expand_dims(gl.arange(0, o.shape[1 - ROWS], gl.SliceLayout(ROWS, layout)), ROWS)
-        at, exists = self.places(cursor.b, cursor.head, row)
+        at, exists = self.places(cursor, row)
         keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
         # For the second launch: which program reads a head's first block, and which one its last.
-        ends = self.parts_ptr + 2 * gl.num_programs(0) * PART + 2 * (cursor.b * cache.heads + cursor.head)
+        tile = (cursor.b * cache.heads + cursor.head) * cache.tiles + cursor.tile
+        ends = self.parts_ptr + 2 * gl.num_programs(0) * PART + 2 * tile
         program = gl.program_id(0).to(gl.float32)
         gl.store(ends, program, mask=(self.whole == 0) & (cursor.j == 0))
         gl.store(ends + 1, program, mask=(self.whole == 0) & (cursor.j + n == cursor.blocks))
         if n == cursor.blocks:
             if ROWS == 1:
                 o = o * gl.convert_layout(inverse(sums[0][2]), gl.SliceLayout(0, layout))[None, :]
+                gl.store(self.out_ptr + at[None, :] + d, o.to(self.out_ptr.dtype.element_ty), mask=keep)
             else:
-                o = o * spread((inverse(sums[0][2]), inverse(sums[1][2])), o)
-            gl.store(self.out_ptr + gl.expand_dims(at, 1 - ROWS) + d, o.to(self.out_ptr.dtype.element_ty), mask=keep)
+                self.store_rows(cursor, o * spread((inverse(sums[0][2]), inverse(sums[1][2])), o))
         else:
             part = self.parts_ptr + (2 * gl.program_id(0) + (cursor.j == 0).to(gl.int32)) * PART
             for i in gl.static_range(len(sums)):
@@ -89,41 +106,35 @@ class Results:
             gl.store(part + 2 * COLUMNS + gl.expand_dims(row, 1 - ROWS) * BLOCK_D + d, o, mask=keep)
 
 
-@gluon.constexpr_function
-def piece_layout(held, over_parts, warps):
-    """Layout [parts, lanes, WIDTH] of what all threads of the merge load at once; so many warps take other parts."""
-    return gl.BlockedLayout([held, 1, WIDTH], [1, 32, 1], [over_parts, warps // over_parts, 1], [2, 1, 0])
-
-
 @gluon.jit
-def add_piece(results, first, count, piece, columns, d_bits, HELD: gl.constexpr, OVER_PARTS: gl.constexpr):
+def add_piece(results, first, count, piece, columns, d_bits):
     """Add up some numbers of a head, neighbours of a row, over the parts of `count` programs.
 
     results: pointers, scale, and where the head's rows begin and how many there are. A thread holds WIDTH neighbours of
     HELD parts, so that all its loads are under way at the same time.
     """
-    PARTS: gl.constexpr = HELD * OVER_PARTS
-    LANES: gl.constexpr = 32 * gl.num_warps() // OVER_PARTS
-    layout: gl.constexpr = piece_layout(HELD, OVER_PARTS, gl.num_warps())
+    LANES: gl.constexpr = 32 * gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([HELD, 1, WIDTH], [1, 32, 1], [1, gl.num_warps(), 1], [2, 1, 0])
     sums: gl.constexpr = gl.SliceLayout(2, layout)
     result: gl.constexpr = gl.SliceLayout(0, layout)
     out_ptr, parts_ptr, c, above, rows, head_dim = results
     at = (piece * LANES + gl.arange(0, LANES, gl.SliceLayout(0, sums))) * WIDTH
     block_d = 1 << d_bits
     column = at >> d_bits
-    d = at & (block_d - 1)
+    d = (at & (block_d - 1)) // WIDTH * WIDTH
     exists = (column < rows) & (d < head_dim)
-    split = gl.arange(0, PARTS, gl.SliceLayout(1, sums))
+    split = gl.arange(0, HELD, gl.SliceLayout(1, sums))
     width = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     m = gl.full([LANES], MINUS_INF, gl.float32, gl.SliceLayout(0, sums))
     total = gl.zeros([LANES], gl.float32, gl.SliceLayout(0, sums))
     o = gl.zeros([LANES, WIDTH], gl.float32, result)
-    for begin in range(0, count, PARTS):
+    for begin in range(0, count, HELD):
         i = begin + split
         part = 2 * (first + i) + (i == 0).to(gl.int32)
         here = (i < count)[:, None] & exists[None, :]
-        start = (part * (columns * (block_d + 2)))[:, None]
-        numbers = start + (column * block_d + d + 2 * columns)[None, :]
+        # Multiples of WIDTH, known to the compiler: it then loads all neighbours at once.
+        start = (part * (columns * (block_d + 2) // WIDTH * WIDTH))[:, None]
+        numbers = start + (at + 2 * columns // WIDTH * WIDTH)[None, :]
         # Past the L1: other SMs have written this a moment ago.
         pointers = parts_ptr + numbers[:, :, None] + width[None, None, :]
         values = gl.load(pointers, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
@@ -146,22 +157,19 @@ def add_piece(results, first, count, piece, columns, d_bits, HELD: gl.constexpr,
 
 
 @gluon.jit(do_not_specialize=["tiles", "rows", "columns", "d_bits", "head_dim", "ends"])
-def attention_decode_merge(
-    out_ptr, parts_ptr, tiles, rows, columns, d_bits, head_dim, ends, c, HELD: gl.constexpr, OVER_PARTS: gl.constexpr
-):
+def attention_decode_merge(out_ptr, parts_ptr, tiles, rows, columns, d_bits, head_dim, ends, c):
     """The second launch, the same for all tiles: grid (heads of all sequences, programs that share a head's merge).
 
-    ends: where behind the parts the heads' first and last programs stand. HELD: parts that a thread holds at once. OVER_PARTS:
-    warps that take other parts of a head, one to four.
+    ends: where behind the parts the heads' first and last programs stand.
     """
     head = gl.program_id(0)
     row_of_tile = (head % tiles) * columns
     mine = gl.minimum(rows - row_of_tile, columns)
-    results = out_ptr, parts_ptr, c, head // tiles * rows + row_of_tile, mine, head_dim
+    results = out_ptr, parts_ptr, c, head // tiles * rows + row_of_tile, mine, in_eights(head_dim)
     wait_for_launch_before()
     first = gl.load(parts_ptr + ends + 2 * head, cache_modifier=".cg").to(gl.int32)
     count = gl.load(parts_ptr + ends + 2 * head + 1, cache_modifier=".cg").to(gl.int32) - first + 1
     if count > 1:
-        pieces = gl.cdiv(mine << d_bits, 32 * gl.num_warps() // OVER_PARTS * WIDTH)
+        pieces = gl.cdiv(mine << d_bits, 32 * gl.num_warps() * WIDTH)
         for piece in range(gl.program_id(1), pieces, gl.num_programs(1)):
-            add_piece(results, first, count, piece, columns, d_bits, HELD, OVER_PARTS)
+            add_piece(results, first, count, piece, columns, d_bits)

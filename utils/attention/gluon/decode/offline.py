@@ -17,30 +17,26 @@ def attend_of(plan: Plan):
     return rows.attend_rows if plan.consumers else keys.attend_keys
 
 
-def compile_decode(plan: Plan | tuple[int, int], dtype: str = "bf16") -> Assembly:
-    """Compile the kernel of a plan, or with what `merge_shape` says the one of the second launch, for sm_90a."""
+def compile_decode(plan: Plan | None, dtype: str = "bf16") -> Assembly:
+    """Compile the kernel of a plan, or without one that of the second launch, for sm_90a."""
     from triton.experimental.gluon import language as gl
 
     from utils.attention.gluon.decode.kernel import attention_decode
     from utils.attention.gluon.decode.merge import attention_decode_merge
 
-    function = attention_decode if isinstance(plan, Plan) else attention_decode_merge
+    function = attention_decode if plan else attention_decode_merge
     kinds = {"out_ptr": f"*{dtype}", "parts_ptr": "*fp32", "lens_ptr": "*i32", "table_ptr": "*i32", "c": "fp32"}
     kinds |= {"policy": "i64", "scales_ptr": "*fp32"}
-    if isinstance(plan, Plan):
+    if plan:
         bits = 8 if plan.fp8 else 16
         q = gl.NVMMASharedLayout(128, 16, rank=4)
         kv = gl.NVMMASharedLayout(min(plan.block_d * bits // 8, 128), bits, rank=4)
         kinds["q_desc"] = f"tensordesc<{dtype}[1, 1, {plan.columns}, {plan.block_d}],{q!r}>"
         for name in ("k_desc", "v_desc"):
             kinds[name] = f"tensordesc<{'u8' if plan.fp8 else dtype}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>"
-    constants = (
-        {"PLAN": plan, "ATTEND": attend_of(plan)}
-        if isinstance(plan, Plan)
-        else dict(zip(("HELD", "OVER_PARTS"), plan, strict=True))
-    )
+    constants = {"PLAN": plan, "ATTEND": attend_of(plan)} if plan else {}
     names = [name for name in function.arg_names if name not in constants]
     signature = {name: kinds.get(name, "i32") for name in names}
     pointers = [name for name in names if name.endswith("_ptr") and name not in ("lens_ptr", "table_ptr", "scales_ptr")]
-    options = plan.options if isinstance(plan, Plan) else {"num_warps": 4}
+    options = plan.options if plan else {"num_warps": 4}
     return read_assembly(compile_gluon(function, signature, constants, pointers, **options), function.__name__)

@@ -17,7 +17,7 @@ SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
 MOST_PARTS = 16  # programs of a cluster
-MERGE_WIDTH = 4  # neighbouring numbers of a part that a thread of the merge holds
+MERGE_NUMBERS = 512  # of a head, that a program of the merge adds up at the same time
 MERGE_PROGRAMS = 2048  # of the second launch, about
 ONE_PIECE = 30  # as the logarithm of a page's tokens: the cache is not in pages
 
@@ -27,6 +27,11 @@ HINT_BYTES = 300 << 20
 # Heads times bytes of keys and values up to which half of the SMs read: more parts of a head take longer to add up than to read.
 # That gains 5 to 28% of the calls that were timed.
 HALF_BYTES = 40_000_000
+# A merge takes as long as one program reads so many bytes, and six times what a part has. Heads of 512 keys that are not divided take
+# 12 to 19 us in place of 16 to 24.
+MERGE_BYTES = 1 << 18
+# Of a head's keys and values: up to here tiles of 64 query rows that run at the same time are faster than half as many of 128.
+SHORT_BYTES = 1 << 21
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
@@ -52,7 +57,7 @@ class Plan:
     block_d: int
     block_n: int  # keys of a block
     columns: int  # query rows of a tile
-    slots: int  # tiles of K and V in shared memory; of an odd number V has one more
+    slots: int  # tiles of K and V in shared memory
     consumers: int = 0
     box: int = SMALL_PAGE  # rows of one TMA copy
     per_sm: int = 1  # programs that an SM has shared memory for
@@ -82,7 +87,9 @@ class Plan:
         room on the SM and waits there with its first instructions loaded: 4% over nine calls. For 256 columns ptxas needs 168.
         """
         most = 168 if self.block_d == 256 else 128 if self.consumers == 2 else 144
-        return {"num_warps": 4} | ({"maxnreg": most} if self.consumers and not self.cluster else {})
+        return {"num_warps": 4 * max(self.consumers, 1)} | (
+            {"maxnreg": most} if self.consumers and not self.cluster else {}
+        )
 
     @property
     def shared_bytes(self) -> int:
@@ -98,7 +105,7 @@ class Plan:
 KEYS = {64: (256, 4), 128: (128, 4), 256: (64, 6)}
 ROWS = {64: (128, 8), 128: (128, 4), 256: (64, 4)}
 # With two consumers; 64 keys are 1.03 times as fast as blocks of 128 over ten calls.
-TWO_ROWS = {64: (128, 8), 128: (64, 8), 256: (64, 5)}
+TWO_ROWS = {64: (128, 8), 128: (64, 8), 256: (64, 4)}
 CLUSTERS = {64: (128, 8), 128: (128, 6)}
 # Head dimension, columns, keys, slots. A block of 128 keys and 64 columns do not fit into the registers of a thread.
 FP8 = (
@@ -166,7 +173,7 @@ class Arrangement:
     programs: int
     tiles: int = 1  # of query rows of a head of keys
     parts: int = 0  # programs of a cluster
-    whole: bool = False  # programs take whole heads of equal lengths, so that nothing is merged
+    whole: bool = False  # programs take whole heads, of equal lengths or at most one each, so that nothing is merged
     hint: bool = False  # what TMA brings is the first to leave the L2 (`kernels/assembling.py`)
 
     @property
@@ -190,21 +197,19 @@ def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: i
     return ""
 
 
-def takes_whole_heads(heads: int, blocks: int, programs: int) -> bool:
+def takes_whole_heads(shape: Shape, plan: Plan, heads: int, programs: int) -> bool:
     """Whether programs take whole heads, so that nothing is merged: where that costs less than the merge.
 
-    heads: of all sequences. blocks: of each head. Seven tenths of the SMs read as fast as all of them.
+    heads: of all sequences, tiles of query rows counted. Seven tenths of the SMs read as fast as all of them.
     """
+    blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
     rounds = -(-heads // programs)
-    return rounds * programs <= 1.04 * heads or blocks == 1 or 0.7 * programs <= heads <= programs
-
-
-def merge_shape(parts: int) -> tuple[int, int]:
-    """Choose how many parts of a head a thread of the merge holds, and how many of its warps take other parts of it.
-
-    With eight parts a thread an SM has room for three times as many programs of the merge: 2 to 5 us fewer for many heads.
-    """
-    return (8, 1) if parts < 4 else (16, 1 if parts <= 16 else 2)
+    # What a program reads more than its share; lengths are half of the longest.
+    more = shape.bytes // (shape.batch * shape.kv_heads) * (1 - heads / programs / (2 if shape.lengths else 1))
+    if heads <= programs and more <= MERGE_BYTES + 24 * plan.columns * plan.block_d:
+        return True
+    balanced = rounds * programs <= 1.04 * heads or blocks == 1 or 0.7 * programs <= heads <= programs
+    return balanced and not shape.lengths
 
 
 def cluster_parts(shape: Shape, multiprocessors: int) -> int:
@@ -258,9 +263,11 @@ def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
     keys = TILES["keys", width]
     if rows <= MANY_ROWS and not (shape.page and shape.page < min(keys.block_n, 128)):
         return keys
-    many = rows > 64 and not 0 < shape.page < SMALL_PAGE
+    heads = shape.batch * shape.kv_heads
+    short = shape.bytes <= SHORT_BYTES * heads and heads * -(-rows // 64) <= multiprocessors
     # Two tiles of 64 rows that are computed at the same time read keys from the L2, and are faster than one at head dimension 256.
-    many = many and (width < 256 or shape.batch * shape.kv_heads >= multiprocessors)
+    few = 10 * heads < 7 * multiprocessors if width == 256 else short
+    many = rows > 64 and not few and not 0 < shape.page < SMALL_PAGE
     return TILES["rows", width, 2 if many else 1]
 
 
@@ -283,8 +290,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     tiles = -(-shape.rows // plan.columns)
     heads *= tiles
     places = multiprocessors * plan.per_sm
-    blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
-    whole = not shape.lengths and takes_whole_heads(heads, blocks, places)
+    whole = takes_whole_heads(shape, plan, heads, places)
     few = heads * shape.bytes <= HALF_BYTES and not shape.fp8
     programs = min(heads, places) if whole else max(1, places // 2 if few else places)
     return Arrangement(plan, programs, tiles, whole=whole, hint=hint)

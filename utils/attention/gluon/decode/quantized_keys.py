@@ -173,29 +173,27 @@ def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
         fence_async_shared()
         thread_barrier()
 
-        load_queries(q_desc, cache, cursor.b, cursor.head, q_raw, q_full, True)
+        load_queries(q_desc, cache, cursor, q_raw, q_full, True)
         ahead = cursor  # the block to load next
         numbers = page_numbers(cache, ahead)
         for fill in gl.static_range(SLOTS):
             wanted = fill < count
             ahead, numbers = load_blocks(k_desc, v_desc, cache, ahead, numbers, fill, k_ring, v_ring, full, wanted)
 
-        kv_heads = cache.heads // cache.tiles
         done = gl.to_tensor(0)
         piece = gl.to_tensor(0)
         while done < count:
             n = gl.minimum(cursor.blocks - cursor.j, count - done)
             following = cache.advance(cursor.at_last())
-            kv_head = cursor.head // cache.tiles
             mbarrier.wait(q_full, piece & 1)
             power = store_queries(q_raw, q_tile, PLAN)
             # wgmma reads the queries through the async proxy, and TMA writes the next ones through it: without the fence and
             # the barrier the one may read the last tile, and the other overtake a slow warp's loads.
             fence_async_shared()
             thread_barrier()
-            load_queries(q_desc, cache, following.b, following.head, q_raw, q_full, done + n < count)
-            factor_s = gl.convert_layout(power, columns) * gl.load(scales_ptr + kv_head)
-            v_scale = gl.load(scales_ptr + kv_heads + kv_head)
+            load_queries(q_desc, cache, following, q_raw, q_full, done + n < count)
+            factor_s = gl.convert_layout(power, columns) * gl.load(scales_ptr + cursor.head)
+            v_scale = gl.load(scales_ptr + cache.heads + cursor.head)
 
             m = gl.full([COLUMNS], MINUS_INF, gl.float32, columns)
             o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
@@ -221,7 +219,7 @@ def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
                 )
                 s = warpgroup_mma_wait(0, [s]) * factor_s[None, :]
                 if needs_mask(cache, cursor, j):
-                    s = mask_block(s, cache, cursor, j, 0, 0)
+                    s = mask_block(s, cache, cursor, j, 0)
                 p, m, factor, sums = softmax(s, m, sums, results.cache.c)
                 p_tile.permute([1, 0]).store(p.to(gl.float16))
                 o = o * factor[None, :]
@@ -235,7 +233,7 @@ def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
 
             total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
             rows = ((gl.arange(0, COLUMNS, columns), m, total),)
-            results.store(cursor, n, in_order(o * v_scale), rows, 0, 1)
+            results.store(cursor, n, in_order(o * v_scale), rows, 1)
             done += n
             piece += 1
             cursor = cache.advance(cursor.at_last())

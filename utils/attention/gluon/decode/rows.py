@@ -1,15 +1,15 @@
 """The decode kernel for many query rows: query rows are the rows of the products, and a warp does nothing but load.
 
 With more than 16 query rows (heads of a group times new tokens) the kernel that makes keys the rows (`keys.py`) is bound
-by its chain of instructions, not by bytes: all its warps meet six times a block, and P goes through shared memory. Here a
-tile of 64 query rows belongs to one warpgroup, as in step 5 of the ladder: scores, maxima, P and output stay in its
-registers, the next block's scores are queued before this block's P V, and half of the softmax runs beside that. Which
-program reads which keys, the parts, and the merge are the same as there.
+by its chain of instructions, not by bytes: all its warps meet six times a block, and P goes through shared memory. Here
+each warp has 16 query rows, as in step 5 of the ladder: scores, maxima, P and output stay in its registers, the next
+block's scores are queued before this block's P V, and half of the softmax runs beside that. Which program reads which
+keys, the parts, and the merge are the same as there.
 
     part         what                                            head dim 64      128              256
-    consumers    warpgroups x 64 query rows                      1 or 2           1 or 2           1 or 2
+    consumer     warpgroups x 64 query rows, one role            1 or 2           1 or 2           1 or 2
     block        keys                                            128              128, or 64       64
-    rings        slots of K and V                                4+4              2+2, or 4+4      2+2, or 2+3
+    rings        slots of K and V                                4+4              2+2, or 4+4      2+2
     queries      two tiles of Q; one of 128 rows of 256 numbers
     producer     one warp: TMA copies of Q, K and V
     programs     one an SM
@@ -46,9 +46,7 @@ def producer(share, q_desc, k_desc, v_desc):
         if (cursor.j == 0) | (i == 0):
             share.q.wait_empty(piece)
             slot = share.q.slot(piece)
-            load_queries(
-                q_desc, cache, cursor.b, cursor.head, share.q.tiles.index(slot), share.q.full.index(slot), True
-            )
+            load_queries(q_desc, cache, cursor, share.q.tiles.index(slot), share.q.full.index(slot), True)
             piece += 1
         load_tile(share.k, i, k_desc, cache, cursor, numbers)
         load_tile(share.v, i, v_desc, cache, cursor, numbers)
@@ -57,43 +55,42 @@ def producer(share, q_desc, k_desc, v_desc):
 
 
 @gluon.jit
-def consumer(share, W: gl.constexpr):
-    """Warpgroup W: the query rows W * 64 and on of each head, over all blocks of this program."""
+def consumer(share):
+    """The other warps: the query rows of each head, over all blocks of this program."""
     results = share.results
     cache = results.cache
     PLAN: gl.constexpr = share.PLAN
+    ROWS: gl.constexpr = PLAN.columns
     BLOCK_D: gl.constexpr = PLAN.block_d
-    ROW: gl.constexpr = 64 * W
     cursor = share.start
     it = gl.to_tensor(0)
     piece = gl.to_tensor(0)
-    row = gl.to_tensor(ROW)
     while it < share.count:
         n = gl.minimum(cursor.blocks - cursor.j, share.count - it)
         share.q.wait_full(piece)  # the first product reads Q
-        q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
-        p, state = first_block(share, Block(it, cursor, cursor.j, row), q)
-        o = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+        q = share.q.tile(piece)
+        p, state = first_block(share, Block(it, cursor, cursor.j), q)
+        o = gl.zeros([ROWS, BLOCK_D], gl.float32, accumulator(BLOCK_D, ROWS))
         it += 1
         share.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
         # Long heads are 1.05 times as fast with a loop that has no mask in it.
         clear = gl.maximum(gl.minimum(n, clear_blocks(cache, cursor)), 1)
         for k in range(1, clear):
-            o, p, state = step(share, Block(it, cursor, cursor.j + k, row), q, o, p, state, k + 1 < n, False)
+            o, p, state = step(share, Block(it, cursor, cursor.j + k), q, o, p, state, k + 1 < n, False)
             it += 1
         for k in range(clear, n):
-            o, p, state = step(share, Block(it, cursor, cursor.j + k, row), q, o, p, state, k + 1 < n, True)
+            o, p, state = step(share, Block(it, cursor, cursor.j + k), q, o, p, state, k + 1 < n, True)
             it += 1
         share.q.release(piece)
 
         j = cursor.j + n - 1
         if (cursor.first + j + 1) * PLAN.block_n > cursor.length:
-            clean_tile(share, Block(it - 1, cursor, j, row), W)
+            clean_tile(share, Block(it - 1, cursor, j))
         pv = start_output(share, it, o, p, state)
-        sums = row_sums(state, ROW)
+        sums = row_sums(state)
         o = wait_products(pv, 0, BLOCK_D)  # the output's registers are read next, and V's slot is released
         share.v.release(it - 1)
-        results.store(cursor, n, o, sums, ROW, 0)
+        results.store(cursor, n, o, sums, 0)
         piece += 1
         cursor = cache.advance(cursor.at_last())
 
@@ -102,21 +99,14 @@ def consumer(share, W: gl.constexpr):
 def attend_rows(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     """One program: its share of the blocks of all heads. Allocates rings and barriers, and starts the roles."""
     PLAN: gl.constexpr = results.cache.PLAN
-    CONSUMERS: gl.constexpr = PLAN.consumers
     start, count = results.cache.start(whole)
     if start.b < results.cache.batch:
-        q = allocate_ring(q_desc, PLAN.q_slots, 1, CONSUMERS)
-        k = allocate_ring(k_desc, PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
-        v = allocate_ring(v_desc, PLAN.slots - PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
+        q = allocate_ring(q_desc, PLAN.q_slots, 1, PLAN.consumers)
+        k = allocate_ring(k_desc, PLAN.slots // 2, 1, PLAN.consumers, PLAN.block_n)
+        v = allocate_ring(v_desc, PLAN.slots // 2, 1, PLAN.consumers, PLAN.block_n)
         # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
         fence_async_shared()
         share = Share(results, start, count, q, k, v, PLAN)
-        # The first role has four warps and the registers that are left by the others. A producer that looks up pages needs
-        # 40; ptxas spills them in 24.
-        gl.warp_specialize(
-            [(consumer, (share, 0)), (producer, (share, q_desc, k_desc, v_desc)), (consumer, (share, 1))][
-                : CONSUMERS + 1
-            ],
-            [1, 4][:CONSUMERS],
-            [40, 232 if PLAN.block_d == 256 else 168][:CONSUMERS],
-        )
+        # The first role has the launch's warps and the registers that the other one leaves. A producer that looks up pages
+        # needs 40; ptxas spills them in 24.
+        gl.warp_specialize([(consumer, (share,)), (producer, (share, q_desc, k_desc, v_desc))], [1], [40])

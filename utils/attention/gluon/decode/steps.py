@@ -1,4 +1,4 @@
-"""The blocks of keys of one consumer of `rows.py`: step 5's pipeline, where keys come more slowly than they are computed.
+"""The blocks of keys of `rows.py`: step 5's pipeline, where keys come more slowly than they are computed.
 
 Step 5 waits for the next keys in the middle of a softmax and gives V's slot back behind that, which costs nothing where
 keys are always there before they are needed. Decode waits for memory at each block. So here V's slot is given back
@@ -15,18 +15,8 @@ from utils.attention.gluon.decode.blocks import clean_values, mask_block, needs_
 from utils.attention.gluon.decode.merge import Results
 from utils.attention.gluon.decode.work import Cursor
 from utils.attention.gluon.pipeline import Ring
-from utils.attention.gluon.shared import (
-    aggregate,
-    left_operand,
-    meet,
-    rescale,
-    start_scores,
-    thread_barrier,
-    wait_products,
-)
-from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows, split_rows, spread
-
-CLEANED = gl.constexpr(9)  # named barrier of two consumers: V's rows behind the last key have been replaced by zeros
+from utils.attention.gluon.shared import aggregate, left_operand, rescale, start_scores, thread_barrier, wait_products
+from utils.attention.gluon.softmax import Rows, first_softmax, half_softmax, join_rows, split_rows, spread
 
 
 @aggregate
@@ -44,12 +34,27 @@ class Share:
 
 @aggregate
 class Block:
-    """One block of keys for one consumer: its number in the K and V rings, its number in the head, its first row."""
+    """One block of keys: its number in the K and V rings, and its number in the head."""
 
     number: gl.tensor
     cursor: Cursor
     j: gl.tensor
-    row: gl.tensor
+
+
+# Sums of exponentials are not negative. ptxas does not know that, and keeps the loop.
+SUMS = gl.constexpr(
+    "{ .reg .pred p; mov.f32 $0, $1; on: setp.lt.f32 p, $0, 0f00000000; @p abs.f32 $0, $0; @p bra on; }"
+)
+
+
+@gluon.jit
+def when_summed(rows):
+    """The same `Rows`, behind a branch on the sums, which are computed by then.
+
+    Without it ptxas may put the exponentials behind the wait for P V, and nothing overlaps.
+    """
+    total = gl.inline_asm_elementwise(SUMS, "=f,f", [rows.total], dtype=gl.float32, is_pure=False, pack=1)
+    return Rows(rows.maximum, total, rows.factor)
 
 
 @gluon.jit
@@ -69,9 +74,9 @@ def first_block(share, block, q):
     s = wait_products(start_scores(q, share.k.tile(block.number)), 0, PLAN.block_n)
     share.k.release(block.number)
     if needs_mask(share.results.cache, block.cursor, block.j):
-        s = mask_block(s, share.results.cache, block.cursor, block.j, block.row, 1)
+        s = mask_block(s, share.results.cache, block.cursor, block.j, 1)
     p, state = first_softmax(s, share.results.cache.c, q.dtype, True, True)
-    return gl.convert_layout(p, left_operand(PLAN.block_d)), state
+    return gl.convert_layout(p, left_operand(PLAN.block_d, q.shape[0])), state
 
 
 @gluon.jit
@@ -90,50 +95,41 @@ def step(share, block, q, o, p, state, more, MASKED: gl.constexpr):
     share.k.release(block.number)
     if MASKED:  # noqa: SIM102 (decided by the compiler; the next line for each block)
         if needs_mask(share.results.cache, block.cursor, block.j):
-            s = mask_block(s, share.results.cache, block.cursor, block.j, block.row, 1)
-    # The second wait for V(i-1), which is long over, makes a basic block of what comes before it: without one ptxas
-    # hoists the wait for P V above the exponentials, and nothing overlaps. (K's barrier will not do: its slot has been
-    # released, and a barrier two fills further looks as it did before the first.) The wait for P V comes before `o` and
-    # the slot of V are used again.
+            s = mask_block(s, share.results.cache, block.cursor, block.j, 1)
     upper, lower = state
     s0, s1 = split_rows(s)
     top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
     top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
     p0, upper = half_softmax(s0, upper, top0, c, dtype, MASKED)
-    share.v.wait_full(block.number - 1)
+    upper = when_summed(upper)
+    # The wait for P V comes before `o` and the slot of V are used again.
     o = wait_products(pv, 0, PLAN.block_d)
     share.v.release(block.number - 1)
     p1, lower = half_softmax(s1, lower, top1, c, dtype, MASKED)
-    p = gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d))
+    p = gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d, q.shape[0]))
     share.k.wait_full(block.number + 1, pred=more)
     return o, p, (upper, lower)
 
 
 @gluon.jit
-def clean_tile(share, block, W: gl.constexpr):
-    """Replace the values behind the last key by zeros before any consumer multiplies them."""
+def clean_tile(share, block):
+    """Replace the values behind the last key by zeros before they are multiplied."""
     PLAN: gl.constexpr = share.PLAN
     share.v.wait_full(block.number)
-    if W == 0:
-        tile = share.v.tiles.index(share.v.slot(block.number))
-        clean_values(tile, block.cursor, block.j, PLAN.block_n, PLAN.block_d)
-        # Zeros stored by threads, read by wgmma through the async proxy: without the fence it may read what was there.
-        fence_async_shared()
-        if PLAN.consumers == 1:
-            thread_barrier()  # the other warps' zeros
-    if PLAN.consumers == 2:
-        # Without it the other consumer could multiply what is not a number. A named barrier, since where heads are one block
-        # long one consumer may be some heads ahead, and a wait for an mbarrier's parity cannot tell a time from the next but one.
-        meet(CLEANED, 256)
+    tile = share.v.tiles.index(share.v.slot(block.number))
+    clean_values(tile, block.cursor, block.j, PLAN.block_n, PLAN.block_d)
+    # Zeros stored by threads, read by wgmma through the async proxy: without the fence it may read what was there.
+    fence_async_shared()
+    thread_barrier()  # the other warps' zeros
 
 
 @gluon.jit
-def row_sums(state, row):
+def row_sums(state):
     """Row numbers, maximum in use and sum of the two halves of each warp's rows."""
     upper, lower = state
     layout: gl.constexpr = upper.maximum.type.layout
-    warp = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
-    numbers = row + 16 * warp + gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
+    warp = gl.arange(0, upper.maximum.shape[0], gl.SliceLayout(1, layout))[:, None]
+    numbers = 16 * warp + gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
     total0 = gl.convert_layout(gl.sum(upper.total, 2), layout)
     total1 = gl.convert_layout(gl.sum(lower.total, 2), layout)
     return (numbers, upper.maximum, total0), (numbers + 8, lower.maximum, total1)

@@ -71,19 +71,20 @@ class Split:
 
 @gluon.jit
 def deal(lens_ptr, lengths, batch, heads, sk, sq, left, block_n, whole, programs):
-    """The Split of all blocks over that many programs; whole: they take whole heads, of equal lengths."""
+    """The Split of all blocks over that many programs; whole: they take whole heads, of equal lengths or at most one each."""
     each = count_blocks(sk, sq, left, block_n)
     total = batch * each
     mine = programs // heads  # of a head of all sequences
     piece = gl.cdiv(each, gl.maximum(mine // batch, 1))
-    if lengths > 0:
+    if (lengths > 0) & (whole == 0):
         total = all_blocks(lens_ptr, batch, sq, left, block_n)
         # With this a sequence of n blocks has fewer than n / piece + 1 pieces, and all have `mine` at most.
         piece = gl.cdiv(total - batch, gl.maximum(mine - batch, 1))
     piece = gl.maximum(piece, 1)
     least = gl.cdiv(total * heads, programs)
     cut = (whole == 0) & (mine >= batch + lengths) & (piece <= least + least // LONGER + 1)
-    grain = gl.where(whole > 0, each, gl.where(cut, piece, 1))
+    # With a window a shorter sequence may need one block more.
+    grain = gl.where(whole > 0, each + lengths, gl.where(cut, piece, 1))
     grains = heads * gl.where(whole > 0, batch, total)
     programs = gl.minimum(programs, grains)
     share = gl.where(cut, 1, grains // programs)
@@ -92,10 +93,11 @@ def deal(lens_ptr, lengths, batch, heads, sk, sq, left, block_n, whole, programs
 
 @aggregate
 class Cursor:
-    """One block: sequence, head (tile of queries and head of keys), number in the head; and the sequence's sizes."""
+    """One block: sequence, head of keys, tile of its query rows, number in the head; and the sequence's sizes."""
 
     b: gl.tensor
     head: gl.tensor
+    tile: gl.tensor
     j: gl.tensor
     length: gl.tensor
     first: gl.tensor
@@ -104,12 +106,12 @@ class Cursor:
     @gluon.jit
     def behind(self, blocks):
         """The cursor that many blocks further, in the same head."""
-        return Cursor(self.b, self.head, self.j + blocks, self.length, self.first, self.blocks)
+        return Cursor(self.b, self.head, self.tile, self.j + blocks, self.length, self.first, self.blocks)
 
     @gluon.jit
     def at_last(self):
         """The cursor at the last block of this head."""
-        return Cursor(self.b, self.head, self.blocks - 1, self.length, self.first, self.blocks)
+        return Cursor(self.b, self.head, self.tile, self.blocks - 1, self.length, self.first, self.blocks)
 
 
 @aggregate
@@ -120,7 +122,7 @@ class Cache:
     table_ptr: gl.tensor
     table_stride: gl.tensor
     batch: gl.tensor
-    heads: gl.tensor  # heads of keys times tiles of query rows
+    heads: gl.tensor  # of keys
     tiles: gl.tensor  # tiles of query rows of a head of keys
     rows: gl.tensor  # query rows of a head of keys: query heads of its group times new tokens
     sq: gl.tensor  # new tokens
@@ -140,43 +142,46 @@ class Cache:
         return gl.load(self.lens_ptr + gl.minimum(b, self.batch - 1), mask=self.lengths > 0, other=self.sk)
 
     @gluon.jit
-    def at(self, b, head, j, length):
+    def at(self, b, head, tile, j, length):
         """The cursor at a block of a sequence of this length."""
         first = first_visible(length, self.sq, self.left, self.PLAN.block_n)
-        return Cursor(b, head, j, length, first, count_blocks(length, self.sq, self.left, self.PLAN.block_n))
+        return Cursor(b, head, tile, j, length, first, count_blocks(length, self.sq, self.left, self.PLAN.block_n))
 
     @gluon.jit
     def start(self, whole):
         """Where the blocks of this program begin, and how many it has; behind the last sequence where there are none.
 
-        whole: programs take whole heads of equal lengths.
+        whole: programs take whole heads, of equal lengths or at most one each.
         """
         block_n: gl.constexpr = self.PLAN.block_n
-        sizes = self.batch, self.heads, self.sk, self.sq, self.left
+        heads = self.heads * self.tiles  # each tile of query rows reads the keys for itself
+        sizes = self.batch, heads, self.sk, self.sq, self.left
         split = deal(self.lens_ptr, self.lengths, *sizes, block_n, whole, gl.num_programs(0))
         program = gl.program_id(0)
         unit = split.begin(program)
         grain = split.grain
-        each = gl.cdiv(count_blocks(self.sk, self.sq, self.left, block_n), grain) * self.heads
+        each = gl.cdiv(count_blocks(self.sk, self.sq, self.left, block_n), grain) * heads
         b = unit // each
         begin = b * each
-        if self.lengths > 0:
+        if (self.lengths > 0) & (whole == 0):
             b = 0 * b
             begin = 0 * begin
             end = 0 * begin
             for chunk in range(0, self.batch, CHUNK):
                 grains = grains_of_chunk(self.lens_ptr, chunk, self.batch, self.sq, self.left, block_n, grain)
-                ends = end + gl.associative_scan(grains * self.heads, 0, _add)
+                ends = end + gl.associative_scan(grains * heads, 0, _add)
                 before = ends <= unit
                 b += gl.sum(before.to(gl.int32), 0)
                 begin = gl.maximum(begin, gl.max(gl.where(before, ends, 0), 0))
                 end = gl.max(ends, 0)
-        cursor = self.at(b, gl.to_tensor(0), gl.to_tensor(0), self.length(b))
+        zero = gl.to_tensor(0)
+        cursor = self.at(b, zero, zero, zero, self.length(b))
         grains = gl.cdiv(cursor.blocks, grain)
-        head = (unit - begin) // grains
-        j = (unit - begin - head * grains) * grain
+        flat = (unit - begin) // grains
+        head = flat // self.tiles
+        j = (unit - begin - flat * grains) * grain
         count = (split.begin(program + 1) - unit - 1) * grain + gl.minimum(grain, cursor.blocks - j)
-        return Cursor(b, head, j, cursor.length, cursor.first, cursor.blocks), count
+        return Cursor(b, head, flat - head * self.tiles, j, cursor.length, cursor.first, cursor.blocks), count
 
     @gluon.jit
     def advance(self, cursor):
@@ -184,10 +189,12 @@ class Cache:
         j = cursor.j + self.step
         over = j >= cursor.blocks
         j = gl.where(over, 0, j)
-        head = cursor.head + over.to(gl.int32)
+        tile = cursor.tile + over.to(gl.int32)
+        head = cursor.head + (tile == self.tiles).to(gl.int32)
+        tile = gl.where(tile == self.tiles, 0, tile)
         b = cursor.b + (head == self.heads).to(gl.int32)
         head = gl.where(head == self.heads, 0, head)
         length = cursor.length
         if b != cursor.b:
             length = self.length(b)
-        return self.at(b, head, j, length)
+        return self.at(b, head, tile, j, length)
