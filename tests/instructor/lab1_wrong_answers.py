@@ -326,7 +326,7 @@ WRONG_ANSWERS = [
         ("powers of 2", ("tl.exp(", "tl.exp2("), "powers of 2"),
         ("maximum of the block alone", ("tl.maximum(m, tl.max(scores, 1))", "tl.max(scores, 1)"), "largest score"),
         ("maximum along the columns", ("tl.max(scores, 1)", "tl.max(scores, 0)"), "tl.max(scores, 0)"),
-        ("head of the output left out", ("o_ptr + head * stride_oh", "o_ptr"), "its head and its strides"),
+        ("a head left out", ("o_ptr + head * stride_oh", "o_ptr"), ("its head and its strides", "never written")),
         ("strides of a contiguous output", ("* stride_os +", "* D +"), ("its head and its strides", "never written")),
     ),
     *mistakes_in_text(r"""
