@@ -1755,9 +1755,9 @@ for name in ("library", "yours"):
 plot_flash_versions(flash_table, tuple(versions))
 
 # %% [markdown]
-# Look at the memory of your loop: it grows like the library's, not like the square. And at its time. What it still pays
-# for is every line of its own: each reads and writes its tile of scores, where one kernel keeps them in registers. On a GPU
-# it is even slower than standard attention: your products are in float32, and tensor cores do not multiply float32.
+# Look at the memory of your loop: it grows like the library's, not like the square. Its time pays for every line: each reads
+# and writes its tile of scores, where one kernel keeps them in registers. On a GPU it is even slower than standard attention:
+# your products are in float32, and tensor cores do not multiply float32.
 
 # %% [markdown]
 # ## When is the memory in use?

@@ -526,9 +526,9 @@ if can_compile():
 plot_beside("promises", ["kept"], title="How much of the blocks' promise arrives")
 
 # %% [markdown]
-# *kept* 0.7 means that 70% of the promise arrived. In Part 7 you will find where the rest goes. And why has *no mask* a row of its
-# own? Without a block mask FlexAttention has no blocks: on a CPU its tile is *all* queries against *all* keys, slower than the
-# same work in blocks, and a mask would seem to keep more than it promised. An honest baseline changes one thing only.
+# In Part 7 you will find where the rest of the promise goes. Why has *no mask* a row of its own? Without a block mask
+# FlexAttention has no blocks: on a CPU its tile is *all* queries against *all* keys, slower than the same work in blocks, and a
+# mask would seem to keep more than it promised. An honest baseline changes one thing only.
 
 # %% [markdown]
 # ### Question 3.3: Attention that skips {points}
