@@ -184,16 +184,16 @@ class MemDesc:
         if dtype is not None and dtype.name != self.dtype.name:
             text = f"gluon_cpu cannot read {self.label}, {self.dtype}, as {dtype}"
             refuse("unknown operation", f"{text}; allocate memory of that type instead.")
+        size = math.prod(shape)
+        if size > self.view.size or not self.view.flags.c_contiguous:
+            text = f"{self.label} has {self.view.size} elements that lie in order"
+            refuse("layout", f"_reinterpret: {text}; {shape} needs {size}.")
         layouts.check_shared(layout, self.dtype, shape)
-        size, view, written, spread = math.prod(shape), self.view, self.written, any(layouts.block_bases(self.layout))
-        if size > view.size and not spread:  # what lies behind in the same allocation belongs to it, too
-            first = self.key[0] // view.itemsize
-            view, written = (x.reshape(-1)[first:] for x in (self.allocation.data, self.allocation.written))
         parts = [math.prod(layouts.per_block(x, y)) for x, y in ((shape, layout), (self.shape, self.layout))]
-        if size > view.size or not view.flags.c_contiguous or (spread and parts[0] > parts[1]):
-            text = f"{self.label} has {view.size} elements that lie in order, and each block has {parts[1]} elements"
-            refuse("layout", f"_reinterpret: {text}; {shape} needs {size}, and {parts[0]} in a block.")
-        view, written = (array.reshape(-1)[:size].reshape(shape) for array in (view, written))
+        if parts[0] > parts[1]:
+            text = f"each block has {parts[1]} elements of {self.label}"
+            refuse("layout", f"_reinterpret: {text}; {shape} needs {parts[0]}.")
+        view, written = (array.reshape(-1)[:size].reshape(shape) for array in (self.view, self.written))
         subview = self._view(view, written, layout, f"{self.suffix} as {shape}")
         spreads, bases = self.allocation.spreads, layouts.block_bases(layout)
         if bases != layouts.block_bases(self.layout):

@@ -39,7 +39,7 @@ Figures: docs/kernels/gemm.md. Importing this module imports Triton; the way in 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 from utils.kernels.gemm_work import (
@@ -48,10 +48,11 @@ from utils.kernels.gemm_work import (
     allocate_ring,
     fill,
     join_cluster,
-    know,
     operands,
+    release,
     shared_tiles,
     store_item,
+    wait_until_empty,
     whole_warpgroup,
 )
 from utils.machine import versions
@@ -65,7 +66,6 @@ def consumer(work, ring, out, partial, WHICH: gl.constexpr):
     PLAN: gl.constexpr = work.PLAN
     ROWS: gl.constexpr = PLAN.rows
     COLUMNS: gl.constexpr = PLAN.columns
-    STAGES: gl.constexpr = PLAN.stages
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     step = 0
     wait_for_launch_before()
@@ -78,11 +78,10 @@ def consumer(work, ring, out, partial, WHICH: gl.constexpr):
             a, b = operands(ring, step, PLAN, WHICH)
             acc = warpgroup_mma(a, b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])  # only now has the slot before been read
-            # It may be refilled. It was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
-            mbarrier.arrive(ring[3].index((step - 1 + STAGES) % STAGES), count=1, pred=k > first)
+            release(ring, step - 1, PLAN.stages, k > first)
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(ring[3].index((step - 1) % STAGES), count=1)
+        release(ring, step - 1, PLAN.stages)
         store_item(work, out, partial, acc, item, row + WHICH * ROWS, column, WHICH)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
@@ -91,29 +90,25 @@ def consumer(work, ring, out, partial, WHICH: gl.constexpr):
 def producer(work, ring, a_desc, b_desc):
     """One warp: keep the ring full. `step` counts slots filled since the start, across tiles."""
     PLAN: gl.constexpr = work.PLAN
-    STAGES: gl.constexpr = PLAN.stages
     step = 0
-    begin = gl.program_id(0) // PLAN.cluster
-    stride = gl.num_programs(0) // PLAN.cluster
-    first, last, row, column = work.locate(begin)
-    know(row + column)
     wait_for_launch_before()
     # Only now: with several launches ahead, blocks of those far ahead would take the SMs of the next.
     let_next_launch_begin()
     join_cluster(PLAN)
-    for item in range(begin, work.items, stride):
+    for item in range(gl.program_id(0) // PLAN.cluster, work.items, gl.num_programs(0) // PLAN.cluster):
+        first, last, row, column = work.locate(item)
         for k in range(first, last):
             # Without this wait TMA would overwrite what a consumer still reads, another block's too where it shares the
             # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
-            mbarrier.wait(ring[3].index(step % STAGES), step // STAGES & 1 ^ 1)
+            wait_until_empty(ring, step, PLAN.stages)
             fill(ring, step, a_desc, b_desc, row, column, k * BLOCK_K, PLAN)
             step += 1
-        first, last, row, column = work.locate(min(item + stride, work.items - 1))
     if PLAN.cluster > 1:
         # Until all that this block has fetched has been read: after that no other block sends anything here, and this one
         # may end, with its barriers.
-        for i in range(step, step + STAGES):
-            mbarrier.wait(ring[3].index(i % STAGES), i // STAGES & 1 ^ 1)
+        STAGES: gl.constexpr = PLAN.stages
+        for i in gl.static_range(STAGES):
+            wait_until_empty(ring, step + i, STAGES)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "items", "whole", "split"])
@@ -155,7 +150,6 @@ def short_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, items, whole, 
     item = gl.program_id(0)
     first, last, row, column = work.locate(item)
     count = last - first
-    know(row + column)
     wait_for_launch_before()
     for i in gl.static_range(STAGES):
         fill(ring, i, a_desc, b_desc, row, column, (first + i) * BLOCK_K, PLAN, i < count)

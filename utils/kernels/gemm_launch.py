@@ -49,8 +49,8 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
         raise ValueError(f"{split} parts of K = {k} would be shorter than one step of {BLOCK_K}.")
     plan = replace(plan, a_column_major=a_columns, b_column_major=b_columns)
     if not a.is_cuda:
-        # The simulator has no clusters, and products as wide as tensors, of which fewer fit.
-        plan = replace(plan, cluster=1, block_n=plan.columns, stages=min(4, plan.stages))
+        # The simulator has no clusters, and products as wide as tensors.
+        plan = replace(plan, cluster=1, block_n=plan.columns)
     items = items_of(m, n, plan, split, sms)
     # Not by what `workspace` returns for nothing: a kernel with other types of arguments would be compiled once more.
     partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * plan.block_n)
@@ -147,37 +147,29 @@ def narrow(ptx: str, columns: int) -> str:
     return _PRODUCT.sub(lambda found: f"{found[1]}{columns}{found[2]} {{{first(found)}}}", ptx)
 
 
-_MEETING = re.compile(r"\s*bar\.sync\s+\d+(, 128)?;")
+_MEETING = re.compile(r"\s*bar\.sync\s+0;")
 _SYNCHRONIZED = re.compile(r"mbarrier\.|wgmma|matrix|cp\.async|\bbar\.|\bbra\b|_tx")
 
 
 def fewer_meetings(ptx: str) -> str:
-    """Leave out where all warps meet while one thread sets up barriers; only lanes meet where one warp announces and starts copies.
+    """Let only one warp's lanes wait for each other where that warp announces bytes and starts copies, one after the other.
 
     Triton lets all warps of the block meet between any two operations on the same shared memory.
     """
     lines, before = ptx.splitlines(), ""
     operations = [(i, line) for i, line in enumerate(lines) if _SYNCHRONIZED.search(line)]
     for (i, line), (_, behind) in itertools.pairwise([*operations, (0, "")]):
-        if not _MEETING.fullmatch(line):
-            before = line
-        elif "mbarrier.init" in before and "mbarrier.init" in behind:
-            lines[i] = ""
-        elif "_tx" in before and "_tx" in behind:
+        if _MEETING.fullmatch(line) and "_tx" in before and "_tx" in behind:
             lines[i] = "bar.warp.sync -1;"
+        before = line
     return "\n".join(lines) + "\n"
 
 
 def prefetch_descriptors(ptx: str) -> str:
-    """Fetch the TMA descriptors first of all: they are arguments, and there before the launch before has ended."""
+    """Fetch the TMA descriptors before each wait for the launch before: they are arguments, and there by then."""
     names = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
-    fetch = "".join(
-        f"mov.b64 map, {name}; cvta.param.u64 map, map; @first prefetch.tensormap [map]; " for name in names
-    )
-    first = (
-        "{ .reg .b64 map; .reg .b32 thread; .reg .pred first; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
-    )
-    return ptx.replace("// %bb.0:", f"// %bb.0:\n{first}{fetch}}}", 1)
+    fetch = "".join(f"mov.b64 map, {name}; cvta.param.u64 map, map; prefetch.tensormap [map]; " for name in names)
+    return ptx.replace("griddepcontrol.wait;", f"{{ .reg .b64 map; {fetch}}} griddepcontrol.wait;")
 
 
 def adapted(compiled: Any, plan: Plan) -> Any:
@@ -186,7 +178,7 @@ def adapted(compiled: Any, plan: Plan) -> Any:
     def rewrite(ptx: str) -> str:
         ptx = prefetch_descriptors(multicast(ptx, plan) if plan.cluster > 1 else ptx)
         ptx = narrow(ptx, plan.block_n)
-        return fewer_meetings(ptx)
+        return fewer_meetings(ptx) if plan.short else ptx
 
     return reassembled(compiled, rewrite)
 

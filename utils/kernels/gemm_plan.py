@@ -95,7 +95,7 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory for the ring and for pieces of C; the short kernel stores C through the ring's memory."""
-        ring = self.stages * 2 * (self.block_m + self.brought) * BLOCK_K
+        ring = self.stages * 2 * (self.block_m + self.columns) * BLOCK_K
         buffers = 2 * self.block_m * self.piece[1] * self.buffers
         return max(ring, buffers) if self.short else ring + buffers
 
@@ -142,7 +142,7 @@ PLANS = (
     Plan(128, 128, stages=3, short=True, transposed=True),
     Plan(64, 128, stages=8, cluster=4),
     Plan(128, 128, stages=6, cluster=4, transposed=True),
-    Plan(128, 160, stages=5, cluster=4),
+    Plan(128, 160, stages=4, cluster=4),
     Plan(128, 192, stages=4, cluster=2),
     Plan(128, 192, stages=4, cluster=2, transposed=True),
     Plan(128, 224, stages=4, cluster=2),

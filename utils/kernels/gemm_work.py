@@ -38,7 +38,6 @@ BLOCK_K = gl.constexpr(gemm_plan.BLOCK_K)
 GROUP_M = gl.constexpr(gemm_plan.GROUP_M)
 SHARED, OWN = "for all blocks of the cluster", "for this block"
 MARK_SHARED, MARK_OWN = (gl.constexpr(f"mov.u32 $0, 0; // {mark}") for mark in (SHARED, OWN))
-KNOW = gl.constexpr("{ .reg .pred p; setp.lt.s32 p, $1, 0; @p trap; } mov.u32 $0, 0;")
 SHOW = gl.constexpr("fence.mbarrier_init.release.cluster; mov.u32 $0, 0;")
 JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
 
@@ -85,27 +84,22 @@ class Work:
     def locate(self, item):
         """An item's first step along K and the one behind its last, and the first row and column of this block's tile.
 
-        Tiles are numbered down GROUP_M rows of tiles, then along. Each division takes a tenth of a microsecond.
+        Tiles are numbered down GROUP_M rows of tiles, then along.
         """
         steps = gl.cdiv(self.K, BLOCK_K)
-        tile = item
-        first = 0
-        last = steps
-        if item >= self.whole:
-            part = item - self.whole
-            tile = self.whole + part // self.split
-            within = part % self.split
-            first = within * steps // self.split
-            last = (within + 1) * steps // self.split
+        part = item - self.whole  # negative for a whole tile, and then the item is the smaller one
+        tile = min(item, self.whole + part // self.split)
+        parts = self.split if part >= 0 else 1
+        within = part % parts
         TOGETHER: gl.constexpr = self.PLAN.block_m * self.PLAN.cluster
         GROUP: gl.constexpr = GROUP_M // self.PLAN.cluster
+        tiles_m = gl.cdiv(self.M, TOGETHER)
         tiles_n = gl.cdiv(self.N, self.PLAN.block_n)
         above = tile // (GROUP * tiles_n) * GROUP
-        in_group = tile - above * tiles_n
-        rows = min(gl.cdiv(self.M, TOGETHER) - above, GROUP)
-        column = in_group // rows
-        row = (above + in_group - column * rows) * TOGETHER + rank(self.PLAN) * self.PLAN.block_m
-        return first, last, row, column * self.PLAN.block_n
+        in_group = tile % (GROUP * tiles_n)
+        rows = min(tiles_m - above, GROUP)
+        row = (above + in_group % rows) * TOGETHER + rank(self.PLAN) * self.PLAN.block_m
+        return within * steps // parts, (within + 1) * steps // parts, row, in_group // rows * self.PLAN.block_n
 
     @gluon.jit
     def tile_and_part(self, item):
@@ -124,6 +118,7 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
     """Allocate the slots and set up their barriers, before the block joins its cluster."""
     STAGES: gl.constexpr = PLAN.stages
     A_TILE: gl.constexpr = PLAN.a_tile
+    B_TILE: gl.constexpr = PLAN.b_tile
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = full  # in the short kernel nothing is handed over
     if not PLAN.short:
@@ -135,15 +130,13 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
             mbarrier.init(empty.index(i), count=PLAN.consumers * PLAN.cluster)
     if PLAN.cluster > 1:
         instruct(SHOW)  # without that the other blocks may not see the barriers when this one joins
-    # B's slots have no more columns than TMA brings, though its tiles are read as if they had a power of two.
-    UNITS: gl.constexpr = STAGES * PLAN.brought // 8
-    return (shared_tiles(DTYPE, STAGES * PLAN.consumers, A_TILE), shared_tiles(DTYPE, UNITS, [8, BLOCK_K]), full, empty)
+    return (shared_tiles(DTYPE, STAGES * PLAN.consumers, A_TILE), shared_tiles(DTYPE, STAGES, B_TILE), full, empty)
 
 
 @gluon.jit
-def know(number):
-    """Have a number computed before what follows: the compiler would put it off until behind a wait."""
-    gl.inline_asm_elementwise(KNOW, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+def wait_until_empty(ring, i, STAGES: gl.constexpr):
+    """Producer: wait until the slot of step i has been read by all who read it."""
+    mbarrier.wait(ring[3].index(i % STAGES), i // STAGES & 1 ^ 1)
 
 
 @gluon.jit
@@ -162,30 +155,26 @@ def fill(ring, i, a_desc, b_desc, row, column, k, PLAN: gl.constexpr, pred=True)
         rows = row + w * PLAN.rows
         at = [k, rows] if PLAN.a_column_major else [rows, k]
         tma.async_load(a_desc, at, full, ring[0].index(slot * CONSUMERS + w), pred=pred)
+    tile = ring[1].index(slot)
     B_BOX: gl.constexpr = PLAN.b_box
-    base = slot * (PLAN.brought // 8)
     if PLAN.b_tile == B_BOX:
         at = [column, k] if PLAN.b_column_major else [k, column]
-        tma.async_load(b_desc, at, full, tile_at(ring[1], base, B_BOX), pred=pred)
+        tma.async_load(b_desc, at, full, tile, pred=pred)
     else:
         ROWS_B: gl.constexpr = B_BOX[0]
+        COUNT: gl.constexpr = PLAN.columns // ROWS_B
         TIMES: gl.constexpr = PLAN.brought // PLAN.cluster // ROWS_B
+        boxes = tile.reinterpret(tile.dtype, [COUNT, ROWS_B, BLOCK_K], tile.layout)
         if PLAN.cluster > 1:
             instruct(MARK_SHARED)
         for i in gl.static_range(TIMES):
+            box = rank(PLAN) * TIMES + i
             # Where rows of B are longer than 128 bytes, they lie in shared memory as blocks of 64 columns, one behind the other.
-            y = (rank(PLAN) * TIMES + i) * ROWS_B
+            y = box * ROWS_B
             at = [column + y, k] if PLAN.b_column_major else [k + y % BLOCK_K, column + y // BLOCK_K * BLOCK_K]
-            tma.async_load(b_desc, at, full, tile_at(ring[1], base + y // 8, B_BOX), pred=pred)
+            tma.async_load(b_desc, at, full, boxes.index(box), pred=pred)
         if PLAN.cluster > 1:
             instruct(MARK_OWN)
-
-
-@gluon.jit
-def tile_at(memory, unit, TILE: gl.constexpr):
-    """A tile that begins at one of the units of 8 rows of a memory, swizzled as wgmma and TMA read it."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, memory.dtype)
-    return memory.index(unit).reinterpret(memory.dtype, TILE, layout)
 
 
 @gluon.jit
@@ -193,8 +182,7 @@ def operands(ring, i, PLAN: gl.constexpr, WHICH: gl.constexpr):
     """Consumer: its rows of A, and B, of step i, when they have arrived."""
     slot = i % PLAN.stages
     a = ring[0].index(slot * PLAN.consumers + WHICH)
-    B_TILE: gl.constexpr = PLAN.b_tile
-    b = tile_at(ring[1], slot * (PLAN.brought // 8), B_TILE)
+    b = ring[1].index(slot)
     # Without this wait wgmma would read the tiles of the round before.
     mbarrier.wait(ring[2].index(slot), i // PLAN.stages & 1)
     if PLAN.a_column_major:
@@ -202,6 +190,15 @@ def operands(ring, i, PLAN: gl.constexpr, WHICH: gl.constexpr):
     if PLAN.b_column_major:
         b = b.permute((1, 0))
     return a, b
+
+
+@gluon.jit
+def release(ring, i, STAGES: gl.constexpr, pred=True):
+    """Consumer: the slot of step i may be refilled; without that the producer waits for ever.
+
+    The slot was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
+    """
+    mbarrier.arrive(ring[3].index((i + STAGES) % STAGES), count=1, pred=pred)
 
 
 @gluon.jit
