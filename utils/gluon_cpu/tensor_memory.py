@@ -7,6 +7,7 @@ that type.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 
@@ -148,6 +149,8 @@ class TensorMemory(MemDesc):
     def slice(self, start, length, dim=None) -> TensorMemory:
         """Return the columns [start, start + length) of each row."""
         start, length = constant(start, "slice's start"), constant(length, "slice's length")
+        if dim is not None and "dim" not in inspect.signature(blackwell.tensor_memory_descriptor.slice).parameters:
+            refuse("unknown operation", f"in this Triton {self.label}.slice takes no dim: it cuts the columns.")
         if dim not in (None, self.rank - 1):
             refuse("unknown operation", f"gluon_cpu cuts {self.label} along its last dimension only; got dim={dim}.")
         if start < 0 or length < 1 or start + length > self.logical[-1]:
