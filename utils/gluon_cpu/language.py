@@ -321,14 +321,13 @@ def cast(input, dtype, fp_downcast_rounding=None, bitcast=False):
         refuse("unknown operation", f"gluon_cpu does not convert {input.dtype} to {dtype}.")
     if fp_downcast_rounding not in (None, "rtne"):
         refuse("unknown operation", f"gluon_cpu rounds to nearest even only, not {fp_downcast_rounding!r}.")
-    data = input.data
     work(input)
     if bitcast:
         if not input.shape or input.dtype.primitive_bitwidth != dtype.primitive_bitwidth:
             text = "it bitcasts tensors to a type of the same size"
             refuse("unknown operation", f"gluon_cpu does not bitcast {input.dtype} to {dtype}: {text}.")
-        return Tensor(from_bits(to_bits(data, input.dtype), dtype), dtype, input.layout)
-    return Tensor(round_to(data, dtype), dtype, input.layout, None, input.reads)
+        return Tensor(from_bits(to_bits(input.data, input.dtype), dtype), dtype, input.layout)
+    return Tensor(round_to(input.data, dtype), dtype, input.layout, None, input.reads)
 
 
 @known()

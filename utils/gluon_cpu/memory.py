@@ -138,8 +138,7 @@ class MemDesc:
         """Return the subview [start, start + length) along a dimension."""
         start, length, dim = constant(start, "slice's start"), constant(length, "slice's length"), constant(dim, "dim")
         if start < 0 or length < 1 or start + length > self.view.shape[dim]:
-            text = f"{self.label}.slice({start}, {length}, dim={dim})"
-            refuse("layout", f"{text} leaves its shape {list(self.shape)}.")
+            refuse("layout", f"{self.label}.slice({start}, {length}, dim={dim}) leaves its shape {list(self.shape)}.")
         if any(basis[dim - self.rank] for basis in layouts.block_bases(self.layout) if self.rank - dim <= len(basis)):
             text = f"gluon_cpu does not cut {self.label} along a dimension that is spread over the blocks of a cluster"
             refuse("unknown operation", f"{text}. Allocate the parts, or cut before: .index(i) takes a slot.")

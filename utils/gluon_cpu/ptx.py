@@ -33,7 +33,6 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     A wait for products, numbers that stay as they are, a product, a mask by columns, four e4m3 numbers as fp16; named barriers;
     and what lets a launch begin before the last one has ended: nothing here.
     """
-    args = list(args)
     idiom, found = _idiom(str(asm), pack, len(args))
     if idiom == "nothing":
         return Tensor(0, gl.int32)

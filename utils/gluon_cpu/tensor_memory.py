@@ -149,10 +149,10 @@ class TensorMemory(MemDesc):
     def slice(self, start, length, dim=None) -> TensorMemory:
         """Return the columns [start, start + length) of each row."""
         start, length = constant(start, "slice's start"), constant(length, "slice's length")
-        if dim is not None and "dim" not in inspect.signature(blackwell.tensor_memory_descriptor.slice).parameters:
-            refuse("unknown operation", f"in this Triton {self.label}.slice takes no dim: it cuts the columns.")
-        if dim not in (None, self.rank - 1):
-            refuse("unknown operation", f"gluon_cpu cuts {self.label} along its last dimension only; got dim={dim}.")
+        takes = "dim" in inspect.signature(blackwell.tensor_memory_descriptor.slice).parameters
+        if dim is not None and not (takes and dim == self.rank - 1):
+            no = "no other dim" if takes else "no dim in this Triton"
+            refuse("unknown operation", f"{self.label}.slice cuts the last dimension and takes {no}; got dim={dim}.")
         if start < 0 or length < 1 or start + length > self.logical[-1]:
             refuse("layout", f"{self.label}.slice({start}, {length}) leaves its shape {list(self.shape)}.")
         layout = self.layout
