@@ -161,7 +161,7 @@ def needs(own: str = "", /, *, files: dict[str, str] | None = None, after: str =
             raise AnswerNeeded(f"{what}, and there is no such file: run the answer cell that writes it.")
         if not file and name not in names:
             raise AnswerNeeded(
-                f"{what}, and there is no {name}. {above}; if you renamed your answer, call it {name} again."
+                f"{what}, and there is no {name}. {above}, mend what ends in an error there, and name your answer {name}."
             )
         written = not raises_not_implemented(file.read_text(errors="replace")) if file else is_answered(names[name])
         if question != own and not written:
