@@ -146,7 +146,7 @@ def check_intensities(intensity, queries_to_ridge):
     of_intensity = {
         "The heads of a group share keys and values: they are read once.": 120 / 7,
         "These are FLOPs per element: divide by the bytes of an element.": 80.0,
-        "Two FLOPs a multiply-accumulate.": 20.0,
+        "Two FLOPs a multiply-accumulate, and two bytes a number in bf16.": 20.0,
         "Each query head of the group has queries and an output of its own.": 360 / 7,
         "Keys are as long as the cache, not as the queries.": 15.0,
     }

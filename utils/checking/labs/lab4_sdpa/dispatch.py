@@ -33,7 +33,7 @@ def operators_of(call: Callable) -> list[str]:
 def expect_backends(backends_in, operators: list[str], expected: list[str], what: str, hint: str) -> None:
     """Assert which backends an answer reads from a list of operators."""
     got = backends_in(list(operators))
-    got = list(got) if isinstance(got, tuple) else got
+    got, hint = (list(got), hint) if isinstance(got, list | tuple) else (got, "Return a list of names.")
     shown = ", ".join(operators)[:400]
     assert got == expected, f"backends_in of {what} is {got!r}, expected {expected!r}. {hint}\n  {shown}"
 
