@@ -282,7 +282,7 @@ def _resolve(function):
     if getattr(function, "__triton_builtin__", False):
         author = _AuthorBuiltin(function)
         return lambda *args, **kwargs: run_jit(author, args, {**kwargs, "_semantic": AUTHOR_SEMANTIC})
-    refuse("kernel", f"{name} is no @gluon.jit function, so a kernel cannot call it.")
+    refuse("kernel", f"{name} is no @triton.jit or @gluon.jit function, so a kernel cannot call it.")
 
 
 class _AuthorBuiltin:
