@@ -30,7 +30,7 @@ REFUSED = {
     "slot outside": ("out of bounds", "2 slots"),
     "condition on a tensor": ("kernel", "scalar"),
     "endless loop": ("endless loop", "steps"),
-    "plain python function": ("kernel", "no @gluon.jit function"),
+    "plain python function": ("kernel", "no @triton.jit or @gluon.jit function"),
     "unknown operation": ("unknown operation", "mma_v2. Hopper's product is warpgroup_mma"),
     "unknown assembly": ("unknown operation", "brkpt"),
 }

@@ -15,14 +15,9 @@ from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 def compile_backward(
     step: int, head_dim: int = 128, *, mask: str = "ends", deterministic: bool = False, number: int = 1
 ) -> Assembly:
-    """Compile a kernel of a backward pass in bf16 for sm_90a; it takes all sizes.
+    """Compile a kernel of a backward pass in bf16 for sm_90a: the step's own (number 1), the one before it (0), or one that finishes.
 
-    Args:
-        step: 1, 3 or 6.
-        head_dim: Head dimension; the tile is the next larger of 64, 128 and 256.
-        mask: As for `plan_for`.
-        deterministic: Whether dQ is left to the kernel of `dq.py`.
-        number: Of the launch: 0, the kernel before the step's own (1), or one that finishes.
+    The arguments before `number` are those of `plan_for`.
     """
     from triton.runtime.jit import mangle_type
 

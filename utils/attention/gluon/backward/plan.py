@@ -32,14 +32,7 @@ _TILES = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: 
 
 
 def plan_for(step: int, head_dim: int, deterministic: bool = False, mask: str = "ends") -> BackwardPlan:
-    """Return the plan of a step of the backward ladder.
-
-    Args:
-        step: 1, 3 or 6; at head dimension 256 step 6 is the kernel of `wide_heads.py`.
-        head_dim: Head dimension.
-        deterministic: Whether the same inputs must give the same bits, as they always do at head dimension 256.
-        mask: "packed", or "ends" for all others.
-    """
+    """Return the plan of step 1, 3 or 6; at head dimension 256 step 6 is the kernel of `wide_heads.py`, whose bits repeat always."""
     if step not in STEPS:
         raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
     if step < 6:
