@@ -110,15 +110,7 @@ class MBarrier:
         self.count_arrivals(n, what, p.label(block), context.site(), p.time)
 
     def count_arrivals(self, n: int, what: str, who: str, site: Site, now: float) -> None:
-        """Count n arrivals.
-
-        Args:
-            n: how many.
-            what: the instruction.
-            who: the partition's name.
-            site: its line.
-            now: the model time.
-        """
+        """Count n arrivals by an instruction (`what`), at the model time `now`."""
         if n > self.pending:
             coming = f", {self.bytes} bytes still to come" if self.bytes > 0 else ""
             before = f" Before: {self.arrivals[-1]}." if self.arrivals else ""

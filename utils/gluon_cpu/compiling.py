@@ -97,15 +97,9 @@ class CompilerRefusal(Exception):
 
 
 def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 120.0) -> Compiled | None:
-    """Compile a kernel for sm_90a in a child process.
+    """Compile a kernel for sm_90a in a child process; raise CompilerRefusal if it does not compile.
 
-    Args:
-        request: the kernel.
-        figures: count instructions, registers and spills. Without, a kernel that compiles returns None, in half the time.
-        timeout: seconds, after which TimeoutError is raised.
-
-    Raises:
-        CompilerRefusal: the kernel does not compile.
+    figures: count instructions, registers and spills. Without, a kernel that compiles returns None, in half the time.
     """
     path = write_source(request.source, request.file)
     ended = PROCESS.run({"path": str(path), **asdict(request), "figures": figures}, timeout)

@@ -87,12 +87,7 @@ def partition() -> Partition:
 
 
 def register_code(code: CodeType, module: object) -> None:
-    """Remember that frames of this code are kernel source.
-
-    Args:
-        code: of a function.
-        module: the name of the function's module, as its globals have it.
-    """
+    """Remember that frames of a function's code are kernel source; module: its name, as the function's globals have it."""
     _kernel_modules.add(module)
     _kernel_code[id(code)] = code
     for constant in code.co_consts:
@@ -183,10 +178,5 @@ def refuse_error(error: Exception) -> NoReturn:
 
 
 def refuse(kind: str, message: str) -> NoReturn:
-    """Report a mistake after which the kernel cannot go on, and raise it.
-
-    Args:
-        kind: one of KINDS.
-        message: what happened, and what to do about it.
-    """
+    """Report a mistake, of one of KINDS, after which the kernel cannot go on: what happened, and what to do about it."""
     raise _kept(_finding(kind, message, sites(), None))

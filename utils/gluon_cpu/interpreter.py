@@ -139,6 +139,14 @@ def _assign(value, label: str):
     return value
 
 
+def _two_values(follower, other, names: tuple[str, str]) -> None:
+    """Refuse a loop in which a name follows another where both begin as one value: Triton then never changes the first."""
+    if follower is other and type(other) is Tensor:
+        y, x = names
+        text = f"{y} and {x} are one value before this loop, in which Triton then keeps {y} as it is"
+        refuse("kernel", f"{text}. Write `{y} = {x} + 0` before the loop.")
+
+
 def _layout(value, label: str):
     """Refuse a layout that is assigned as if it were a value of the kernel."""
     name = label or "name"
@@ -307,6 +315,7 @@ RUNTIME = {
     "__gluon_layout": _layout,
     "__gluon_names": set,
     "__gluon_turn": _turn,
+    "__gluon_two_values": _two_values,
     "__gluon_constants": _constants,
     "__gluon_check_constants": _check_constants,
     "__gluon_constexpr": _constexpr,

@@ -70,6 +70,7 @@ class _Rewriter(ast.NodeTransformer):
     def visit_For(self, node):
         unrolled = isinstance(node, ast.For) and "static_range" in ast.unparse(node.iter)
         carried = [] if unrolled else _assigned(node.body)
+        followers = [] if unrolled else _followers(node)
         self.loops += 1
         state = f"__gluon_loop_{self.loops}"
         for statement in node.body if unrolled else ():
@@ -85,9 +86,26 @@ class _Rewriter(ast.NodeTransformer):
             turn = _runtime_call("turn", _name(state), _locals(), ast.Constant(tuple(carried)))
             node.body.insert(0, _at(ast.Expr(turn), node))
         after = _at(ast.Expr(_runtime_call("check_constants", _name(state), _locals())), node)
-        return [_at(ast.Assign([ast.Name(state, ast.Store())], before), node), node, after]
+        apart = [
+            _at(ast.Expr(_runtime_call("two_values", *map(_name, pair), ast.Constant(pair))), node)
+            for pair in followers
+        ]
+        return [*apart, _at(ast.Assign([ast.Name(state, ast.Store())], before), node), node, after]
 
     visit_While = visit_For
+
+
+def _followers(loop: ast.For | ast.While) -> list[tuple[str, str]]:
+    """Names that are read in a loop and then take another's value, which changes behind that: (the follower, the other)."""
+    found, seen = [], [loop.test] if isinstance(loop, ast.While) else list[ast.AST]()
+    for i, statement in enumerate(loop.body):
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=y)], value=ast.Name(id=x)) if x in _assigned(loop.body[i + 1 :]):
+                read = any(isinstance(n, ast.Name) and n.id == y for part in seen for n in ast.walk(part))
+                if read and not {x, y} & {*_assigned(loop.body[:i])} and y not in _assigned(loop.body[i + 1 :]):
+                    found.append((y, x))
+        seen.append(statement)
+    return found
 
 
 def _assigned(body: list[ast.stmt]) -> list[str]:
@@ -111,12 +129,7 @@ def _makes_a_layout(node: ast.expr) -> bool:
 
 
 def unnamed_layouts(call: ast.Call, names: dict) -> list[ast.Attribute]:
-    """Return the arguments of a call that Triton 3.6 refuses: `x.type.layout`, given to a jit function without a name.
-
-    Args:
-        call: any call in a kernel's source.
-        names: the values of the kernel's global names; a callee that is not among them is passed over.
-    """
+    """Return the arguments of a call that Triton 3.6 refuses: `x.type.layout`, given without a name to a jit function of `names`."""
     callee: ast.expr = call.func
     path: list[str] = []
     while isinstance(callee, ast.Attribute):

@@ -121,12 +121,7 @@ class Tensor(RunTimeValue):
 
 
 def work(x: Tensor, special: bool = False) -> None:
-    """Charge one elementwise operation on x to the running partition.
-
-    Args:
-        x: a tensor of the operation's shape.
-        special: whether the special function units do it (exp2, log2, ...).
-    """
+    """Charge one elementwise operation on x to the running partition; special: of the special function units (exp2, log2, ...)."""
     program = context.program()
     p, data = program.partition, x._data
     cycles = (data.size if type(data) is np.ndarray else 1) / (p.special_rate if special else p.rate)

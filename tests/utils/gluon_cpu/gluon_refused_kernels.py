@@ -100,6 +100,19 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
         while n > 0:
             # found: endless loop
             n += 1
+    if BUG == "two names for one value":
+        place = n
+        before = place + 0
+        for _ in range(2):  # of two values Triton carries both
+            gl.store(y_ptr + before, 1.0)
+            before = place
+            place += 1
+        before = place
+        # found: two names for one value
+        for _ in range(2):
+            gl.store(y_ptr + before, 1.0)
+            before = place
+            place += 1
     if BUG == "plain python function":
         # found: plain python function
         a = plain_python(n)

@@ -30,6 +30,7 @@ REFUSED = {
     "slot outside": ("out of bounds", "2 slots"),
     "condition on a tensor": ("kernel", "scalar"),
     "endless loop": ("endless loop", "steps"),
+    "two names for one value": ("kernel", "Write `before = place + 0` before the loop"),
     "plain python function": ("kernel", "no @triton.jit or @gluon.jit function"),
     "unknown operation": ("unknown operation", "mma_v2. Hopper's product is warpgroup_mma"),
     "unknown assembly": ("unknown operation", "brkpt"),
