@@ -97,7 +97,8 @@ class _Rewriter(ast.NodeTransformer):
 
 def _followers(loop: ast.For | ast.While) -> list[tuple[str, str]]:
     """Names that are read in a loop and then take another's value, which changes behind that: (the follower, the other)."""
-    found, seen = [], [loop.test] if isinstance(loop, ast.While) else list[ast.AST]()
+    found = list[tuple[str, str]]()
+    seen: list[ast.AST] = [loop.test] if isinstance(loop, ast.While) else []
     for i, statement in enumerate(loop.body):
         match statement:
             case ast.Assign(targets=[ast.Name(id=y)], value=ast.Name(id=x)) if x in _assigned(loop.body[i + 1 :]):
