@@ -39,10 +39,9 @@ def _on_meta(function: Callable[..., torch.Tensor], inputs: list) -> torch.Tenso
 def expect_follows_device(function: Callable[..., torch.Tensor], *arguments: tuple[int, ...] | int, what: str) -> None:
     """Assert that the result is on the device of the inputs, with inputs on a device that is not the default one.
 
-    A tuple among the arguments is the shape of an input.
-
     That device is "meta": tensors with shapes and without values, which every machine has. A function that needs values of
-    its inputs, for example to branch on them, cannot run there and is not judged.
+    its inputs, for example to branch on them, cannot run there and is not judged. A tuple among the arguments is the shape of
+    an input.
     """
     inputs = [torch.empty(*given, device="meta") if isinstance(given, tuple) else given for given in arguments]
     hint = "Create tensors with device=a.device (the device of the input): on a GPU they must not land on the CPU."
