@@ -1,13 +1,5 @@
 """Try a kernel of a student's file in three ways: simulate it, compile it for sm_90a, and run it on a Hopper GPU.
 
-    launch = Launch("scale", grid=(4,), args={"x_desc": Tile(x, [16, 64]), "y_ptr": y, "n": 256, "STAGES": 2},
-                    outputs=("y_ptr",))
-    outputs, run = simulate_launch(text, launch, timeline=True)     # AssertionError with the simulator's report
-    compiled = compile_for_hopper(text, launch)                     # in a process of its own
-    outputs = run_file(text, launch)
-
-The tensors of a `Launch` stay on the CPU, and are copied for each try.
-
 `simulate_file`, `compile_file` and `run_file` are all that runs a student's text. They take and return plain data, so that
 the grader can have them run in another process, and judge what they return in its own.
 """
@@ -30,7 +22,7 @@ from utils.checking.kernel_files import HELPERS, expect_kernel_file
 from utils.checking.mistakes import name_mistakes
 from utils.checking.verdicts import AnswerNeeded, expect_close, raises_not_implemented
 from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compile_kernel, import_file, write_source
-from utils.gluon_cpu.reports import Report, SimulationError
+from utils.gluon_cpu.reports import SimulationError
 from utils.gluon_cpu.simulation import Run, simulate
 from utils.gluon_cpu.timeline import CostModel, Event
 from utils.kernels.offline import HOPPER
@@ -60,7 +52,6 @@ class Launch:
     grid: tuple[int, ...]
     args: dict[str, Any]  # by name; a `Tile` becomes a TMA descriptor
     outputs: tuple[str, ...]  # the names of the tensors that the kernel writes
-    num_warps: int = 4  # of the default partition
     file: str = "kernels.py"  # the name of the student's file
 
     def run(self, module, device: str) -> dict[str, torch.Tensor]:
@@ -72,7 +63,7 @@ class Launch:
                 copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
                 tensors[name] = copy.fill_(UNWRITTEN) if name in self.outputs else copy.copy_(x)
             values.append(descriptor(tensors[name], a.block) if isinstance(a, Tile) else tensors.get(name, a))
-        getattr(module, self.kernel)[self.grid](*values, num_warps=self.num_warps)
+        getattr(module, self.kernel)[self.grid](*values)
         return {name: tensors[name].cpu() for name in self.outputs}
 
 
@@ -142,15 +133,6 @@ def warm_up() -> None:
 # ---- three ways to try it ------------------------------------------------------------------------------------------
 
 
-def describe(report: Report) -> str:
-    """Return a report for a reader who has the file open: with lines and functions, without paths."""
-    who = f" in {report.partition}" if report.partition not in ("", "default") else ""
-    lines = [f"{report.kind}{who}, program {report.program}:", f"    {report.message}"]
-    if report.site.line:
-        lines.append(f"  at {report.site}")
-    return "\n".join([*lines, *(f"  called from {site}" for site in report.callers[:2])])
-
-
 def simulate_launch(
     source: str,
     launch: Launch,
@@ -173,9 +155,9 @@ def simulate_file(source: str, launch: Launch, options: dict) -> tuple[dict[str,
         with simulate(**LIMITS, **options) as run:
             outputs = launch.run(module, "cpu")
     except SimulationError as error:
-        raise AssertionError(f"the simulator stopped {launch.kernel}.\n  {describe(error.report)}") from None
+        raise AssertionError(f"the simulator stopped {launch.kernel}.\n  {error}") from None
     if run.notes:
-        raise AssertionError(f"{launch.kernel} lacks a fence, and lab 3 asks for each.\n  {describe(run.notes[0])}")
+        raise AssertionError(f"{launch.kernel} lacks a fence, and lab 3 asks for each.\n  {run.notes[0]}")
     seen = {name: getattr(run, name) for name in ("launches", "recorded", "ends")}
     return outputs, {**seen, "cycles": [*map(float, run.cycles)], "events": [astuple(event) for event in run.events]}
 
@@ -186,7 +168,7 @@ def simulate_failure(source: str, launch: Launch, seed: int | None = None) -> tu
     with simulate(seed=seed, timeline=True, **LIMITS) as run, contextlib.suppress(SimulationError):
         launch.run(module, "cpu")
     found = [*run.reports, *run.notes]
-    return describe(found[0]) if found else "", run
+    return str(found[0]) if found else "", run
 
 
 def run_file(source: str, launch: Launch) -> dict[str, torch.Tensor]:
@@ -210,7 +192,7 @@ def compile_file(source: str, launch: Launch, figures: bool, capability: int = H
         signature={name: triton_type(a) for name, a in launch.args.items() if name not in constant},
         constants={name: launch.args[name] for name in constant},
         aligned=[name for name, a in launch.args.items() if isinstance(a, torch.Tensor)],
-        num_warps=launch.num_warps,
+        num_warps=4,
         capability=capability,
     )
     compiler = f"the compiler for sm_{capability}a"
@@ -344,17 +326,9 @@ def _expect_outputs(
             got = got.masked_fill(left, math.nan)
             words = name_mistakes(got, right.to(got.dtype), mistakes(launch, expected)) if mistakes else ""
             known = words and f"These are the values of this mistake: {words}"
-            advice = " ".join(filter(None, (known, hint, f"The launch: {sizes_of(launch)}.")))
+            sizes = {name: getattr(value, "tensor", value) for name, value in launch.args.items()}
+            shapes = (
+                f"{n} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"{n} = {x}" for n, x in sizes.items()
+            )
+            advice = " ".join(filter(None, (known, hint, f"The launch: {', '.join(shapes)}.")))
             raise AssertionError(f"{wrong} {advice}") from None
-
-
-def sizes_of(launch: Launch) -> str:
-    """Return the sizes of a launch's arguments: "x_ptr (45, 70), n = 70"."""
-    words = []
-    for name, value in launch.args.items():
-        tensor = value.tensor if isinstance(value, Tile) else value
-        if isinstance(tensor, torch.Tensor):
-            words.append(f"{name} {tuple(tensor.shape)}")
-        elif isinstance(tensor, int):
-            words.append(f"{name} = {tensor}")
-    return ", ".join(words)

@@ -9,8 +9,6 @@ functions below; ``@check`` turns whatever happens inside of it into a `Verdict`
         expect_close(gemm_naive(a, b), a @ b, rtol=1e-4, atol=1e-5, what="gemm_naive(a, b)")
 
     check_1_1(gemm_naive).raise_if_wrong()
-
-`utils.checking.watching` holds what a check forbids and limits, and the watch over the operators that run.
 """
 
 from __future__ import annotations

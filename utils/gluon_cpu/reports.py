@@ -58,11 +58,11 @@ class Report:
         return self.site.line
 
     def __str__(self) -> str:
-        at = f"{self.kind} in program {self.program}, partition {self.partition}" if self.partition else self.kind
-        lines = [f"{at}:", f"  {self.message}"]
+        who = f" in {self.partition}" if self.partition not in ("", "default") else ""
+        lines = [f"{self.kind}{who}, program {self.program}:", f"    {self.message}"]
         if self.site.line:
-            lines.append(f"  at {self.site.file}:{self.site.line} ({self.site.function}): {self.site.text}")
-        lines += [f"    called from {site}" for site in self.callers[:8]]  # a recursion has hundreds
+            lines.append(f"  at {self.site}")
+        lines += [f"  called from {site}" for site in self.callers[:2]]  # a recursion has hundreds
         return "\n".join(lines)
 
 

@@ -270,7 +270,7 @@ class Simulator:
         values = [descriptor(used[name], a.block) if name in used else a for name, a in launch.args.items()]
         try:
             with simulate() as run:
-                kernel[launch.grid](*values, num_warps=launch.num_warps)
+                kernel[launch.grid](*values)
         except SimulationError as error:
             raise RuntimeError(f"the simulator stopped it: {error}") from None
         heads, rows = rows_to_read(shape, call.seed, call.lot)

@@ -91,23 +91,13 @@ CHEATS = [
             "        torch.cuda.set_stream(torch.cuda.Stream())\n\n\nattention = Launcher()"
         ),
         "text",
-        "a class",
+        "import torch",
     ),
     File(
         "the result of the last call is returned",
         at_end("KEPT = {}\ndef attention(*args):\n    KEPT.setdefault(1, args)"),
         "compiled",
         "gluon.jit",
-    ),
-    File(
-        "an output that computes when it is read",
-        at_end("class Lazy(gl.tensor):\n    def __bool__(self):\n        return True"),
-        "text",
-        "a class",
-    ),
-    File("work at import", after_imports('exec("import os")'), "text", "`exec`"),
-    File(
-        "the course's files are read at import", after_imports('NOTES = open("/etc/passwd").read()'), "text", "`open`"
     ),
     File(
         "cuDNN in the place of the kernel",
@@ -120,12 +110,6 @@ CHEATS = [
         after_imports("from utils.attention.gluon.step5_overlapped import attention as fast"),
         "text",
         "step5_overlapped",
-    ),
-    File("modules by way of a frame", after_imports("SECRET = gl.load.__globals__"), "text", "__globals__"),
-    File(
-        "Python at compile time",
-        after_imports('@gluon.constexpr_function\ndef f():\n    return __import__("os")'),
-        "text",
     ),
     # assembly
     File("assembly stores to an address", asm('"st.global.f32 [0], $1; mov.f32 $0, $1;"'), "compiled"),
