@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,15 +24,6 @@ def draw_for(submission: bytes) -> None:
     """
     global COURSE_SEED
     COURSE_SEED = int.from_bytes(hashlib.sha256(b"715517" + submission).digest()[:6], "big")
-
-
-def rules_of(checks: ModuleType) -> dict[str, list[str]]:
-    """Return what the checks of a lab forbid and limit, in sentences: {question: [one sentence for each rule]}."""
-    found: dict[str, list[str]] = {}
-    for check in (getattr(checks, name) for name in checks.__all__):
-        if check.rule is not None and (words := check.rule.describe()) not in found.setdefault(check.question, []):
-            found[check.question].append(words)
-    return found
 
 
 class Draw:

@@ -17,10 +17,8 @@ from instructor.source import LabError
 from utils.bench.terminal import errors_as_lines
 
 app = typer.Typer()
-errors_as_text = errors_as_lines(
-    LabError, GradingError
-)  # decorates a command: what the user can solve is a line, and status 2
-MAX_FLAGS = 12  # of one submission that are printed
+# Decorates a command: what the user can solve is a line, and status 2.
+errors_as_text = errors_as_lines(LabError, GradingError)
 
 Lab = Annotated[str, typer.Argument(help="A lab, in full or by its beginning (lab4), or the path of its source.")]
 CourseFolder = Annotated[Path, typer.Option("--course", help="The folder of the course, with submitted/.")]
@@ -206,10 +204,8 @@ def _report(summary, course, lab: str) -> None:
         typer.echo("flags, each for a person to look at:")
     for result in sorted(summary.flagged, key=lambda r: r.student):
         typer.echo(f"  {for_terminal(result.student)}: {number_text(result.score)} points")
-        for flag in result.flags[:MAX_FLAGS]:
+        for flag in result.flags:
             typer.echo(f"    {flag.question or 'submission'}: {flag.kind}: {for_terminal(flag.detail)}")
-        if len(result.flags) > MAX_FLAGS:
-            typer.echo(f"    and {len(result.flags) - MAX_FLAGS} more, in {table.parent / 'results'}")
     walls: dict[str, str] = next((result.walls for result in summary.graded if result.walls), {})
     if walls:
         typer.echo("walls that stood:")

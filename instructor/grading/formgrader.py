@@ -70,22 +70,14 @@ def schemes_of(notebook: Path) -> dict[str, str]:
     return found
 
 
-def reasons_of(notebook: Path) -> dict[str, str]:
-    """{test cell whose points wait: why} of an autograded notebook; empty if there is none."""
-    try:
-        return dict(nbformat.read(notebook, as_version=4).metadata["grading"]["waits"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def with_notes(page: str, title: str, notes: dict[str, str]) -> str:
-    """A submission's page with a note above each cell that has one: a marking scheme, or why its points wait."""
+def with_schemes(page: str, schemes: dict[str, str]) -> str:
+    """A submission's page with the marking scheme above each answer that has one."""
     pieces, end = [], 0
     for found in _SCORE.finditer(page):
         place = page.find(_BODY, found.end())
-        if found[1] in notes and place >= 0:
-            text = html.escape(notes[found[1]])
-            shown = f'<div class="grading-note" style="{STYLE}"><strong>{title}</strong>\n{text}</div>'
+        if found[1] in schemes and place >= 0:
+            text = html.escape(schemes[found[1]])
+            shown = f'<div class="grading-note" style="{STYLE}"><strong>Marking scheme</strong>\n{text}</div>'
             pieces += [page[end : place + len(_BODY)], shown]
             end = place + len(_BODY)
     return "".join([*pieces, page[end:]])
@@ -148,13 +140,8 @@ def _load_jupyter_server_extension(app) -> None:
         if isinstance(chunk, str):
             submission = self.gradebook.find_submission_notebook_by_id(self.path_args[0])
             lab = submission.assignment.assignment.name
-            file = f"{submission.notebook.name}.ipynb"
             folder = Path(self.coursedir.format_path(self.coursedir.source_directory, ".", lab))
-            chunk = with_notes(chunk, "Marking scheme", schemes_of(folder / file))
-            graded = self.coursedir.autograded_directory, submission.student.id, lab
-            chunk = with_notes(
-                chunk, "Waits for a person", reasons_of(Path(self.coursedir.format_path(*graded)) / file)
-            )
+            chunk = with_schemes(chunk, schemes_of(folder / f"{submission.notebook.name}.ipynb"))
         return write(self, chunk)
 
     def write_rows(self, chunk):

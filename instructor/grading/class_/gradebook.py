@@ -61,9 +61,7 @@ def merge(course: Course, results: Mapping[str, SubmissionResult]) -> None:
                     grade = gradebook.find_grade(name, lab, lab, student)
                     waits = cell.status == "by_hand"
                     grade.auto_score = None if waits else cell.points
-                    # An attempt at the walls takes the points for now; a person confirms it or gives them back.
-                    flagged = cell.status == "flagged"
-                    grade.needs_manual_grade = waits or flagged or grade.manual_score is not None
+                    grade.needs_manual_grade = waits or grade.manual_score is not None
                     if name in commented:
                         comment = gradebook.find_comment(name, lab, lab, student)
                         comment.auto_comment = "No response." if cell.status == "missing" else None

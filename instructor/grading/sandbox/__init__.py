@@ -1,1 +1,1 @@
-"""What a student's process may reach, and the signs that it tried more."""
+"""What a student's process may reach."""

@@ -114,12 +114,7 @@ def _uncovering_folder(needed: list[str]) -> str:
 
 
 def build_root(
-    visible: list[str],
-    course: dict[str, str],
-    hidden: list[str],
-    emptied: list[str],
-    limits: Limits,
-    walls: dict[str, str],
+    visible: list[str], course: dict[str, str], hidden: list[str], limits: Limits, walls: dict[str, str]
 ) -> None:
     """Make a root folder with only what a submission may see, read-only except for its scratch folder, and enter it.
 
@@ -127,7 +122,6 @@ def build_root(
         visible: folders and files that keep their place.
         course: name in the scratch folder -> path, of what students have next to their notebook.
         hidden: folders that an empty one covers where a visible folder contains them.
-        emptied: files that an empty one covers, in the same way.
         limits: the sizes of the scratch folders, and whether GPUs are visible.
         walls: wall -> what it stands by; this function adds to it.
     """
@@ -149,11 +143,6 @@ def build_root(
     for path in hidden:
         if os.path.isdir(root + path):
             _mount("hidden", root + path, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
-    Path(root, "empty").touch(mode=0o444)
-    for path in emptied:
-        if os.path.isfile(root + path):
-            _mount(f"{root}/empty", root + path, None, _MS_BIND)
-            _make_read_only(root + path)
     os.makedirs(f"{root}/dev/shm")
     _mount("shm", f"{root}/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "size=256m,mode=1777")
     nvidia = [n for n in os.listdir("/dev") if n.startswith("nvidia")] if limits.gpu else []

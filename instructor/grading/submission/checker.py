@@ -10,12 +10,10 @@ import contextlib
 import io
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,24 +23,13 @@ import torch
 from instructor.checks.common import draw_for
 from instructor.grading.submission.beside import put_behind_walls, refuse_to_run
 from instructor.grading.submission.exceptions import explain
-from instructor.grading.submission.flags import Flags
 from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
-from instructor.grading.submission.plan import (
-    Plan,
-    Step,
-    Unreadable,
-    make_plan,
-    not_graded,
-    python_of,
-    question_of,
-    question_title,
-)
+from instructor.grading.submission.plan import Plan, Step, Unreadable, make_plan, not_graded, python_of, question_title
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
-from instructor.grading.submission.results import CellResult, Job, SubmissionResult
+from instructor.grading.submission.results import CellResult, Flag, Job, SubmissionResult
 from instructor.grading.wire.channel import Channel
 
 MAX_RESTARTS = 12
-READ_SECONDS = 60  # that reading a submission and planning its cells may take
 MAX_SHOWN = 20_000  # characters of what a test prints
 _WHY_GONE = {
     "timeout": "ran longer than the {timeout:g} s that it may take, and was ended. Look for a loop that never ends, "
@@ -56,7 +43,6 @@ class StudentProcess(NamedTuple):
     """A student's process that has just started behind its walls."""
 
     channel: Channel
-    signs: int  # descriptor of the pipe on which it reports signs of tampering
     walls: dict[str, str]  # wall -> what it stands by
     end: Callable[[], None]
 
@@ -76,13 +62,13 @@ class Checker:
         self.walls: dict[str, str] = {}
         self.cells: dict[str, CellResult] = {}
         self.shown: dict[str, int] = {}  # cell -> characters of what it shows
+        self.flags: dict[str, Flag] = {}  # question -> how it broke the protocol
         self.fates: dict[str, tuple[str, str]] = {}  # question -> (status, message) of a cell that hung or died
         self.ran: list[Step] = []
         self.restarts = 0
         self.process: StudentProcess | None = None  # None once there were too many restarts
         self.remote: Remote | None = None
         self.clean: tuple[StudentProcess, Remote] | None = None  # of the test cell
-        self.current = ""  # name of the cell that runs, or is tested
         self.student_texts: list[str] = []  # of files that are answers to the question that is tested
         self.testing = False
 
@@ -90,15 +76,9 @@ class Checker:
         """Run and test every cell of the submission."""
         began, job = time.perf_counter(), self.job
         try:
-            with self._alarm(READ_SECONDS):
-                plan = make_plan(job.built, job.submission)
-        except (Unreadable, Gone) as error:
-            why = f"The submitted notebook takes more than {READ_SECONDS} s to be read."
-            why = str(error) if isinstance(error, Unreadable) else why
-            return not_graded(job.built, job.student, "unreadable", why)
-        self.flags = Flags(plan.steps)
-        for name, how in plan.changed.items():
-            self.flags.add(question_of(name), "structure", how)
+            plan = make_plan(job.built, job.submission)
+        except Unreadable as error:
+            return not_graded(job.built, job.student, "unreadable", str(error))
         # In the warm process's folder, which is removed whatever becomes of this process.
         with tempfile.TemporaryDirectory(prefix="checker-", dir=os.getcwd()) as self.folder:
             self._prepare()
@@ -112,18 +92,14 @@ class Checker:
                 if step.by_hand:
                     self._wait_for_person(step)
             self._stop_student()
-        for step in plan.steps:
-            self._let_serious_wait(step)
         return self._result(plan, began)
 
     def _result(self, plan: Plan, began: float) -> SubmissionResult:
-        waits = {name: cell.message for name, cell in self.cells.items() if cell.status == "flagged"}
-        plan.notebook.metadata["grading"] = {"walls": self.walls, "waits": waits}
         return SubmissionResult(
             student=self.job.student,
             lab=self.job.built.name,
             cells=self.cells,
-            flags=self.flags.as_tuple(),
+            flags=tuple(self.flags.values()),
             walls=self.walls,
             notebook=nbformat.writes(plan.notebook, version=4),
             seconds=time.perf_counter() - began,
@@ -154,9 +130,7 @@ class Checker:
             self.process = self.remote = None
 
     def _end(self, process: StudentProcess) -> None:
-        """End a process, and keep the signs that it reported until its end."""
         process.end()
-        self.flags.read_signs(process.signs, self.current)
         process.channel.close()
 
     def _restart(self) -> None:
@@ -186,7 +160,6 @@ class Checker:
         if reason := self._stopped[1]:
             step.cell.outputs = [error_output("NotRun", f"not run: {reason}")]
             return
-        self.current = step.name
         try:
             reply = self._run_there(step)
             self.shown.pop(step.name, None)  # a cell that runs again shows its outputs in place of the old ones
@@ -211,7 +184,7 @@ class Checker:
     def _why_gone(self, gone: Gone, step: Step) -> str:
         """Say why the student's process is gone; a broken protocol is flagged."""
         if gone.kind == "protocol":
-            self.flags.add(step.question, "protocol", gone.detail)
+            self.flags.setdefault(step.question, Flag(step.question, "protocol", gone.detail))
         if gone.kind == self._stopped[0] == "timeout":
             return f"was ended: {self._stopped[1]}."
         return _WHY_GONE[gone.kind].format(timeout=self.job.timeout)
@@ -249,7 +222,7 @@ class Checker:
 
     def _test(self, step: Step) -> None:
         """Run a test cell and give its points."""
-        began, self.current = time.perf_counter(), step.name
+        began = time.perf_counter()
         status, message, shown = self._verdict(step)
         self._make_room()
         seconds = time.perf_counter() - began
@@ -294,7 +267,7 @@ class Checker:
     def _test_at_distance(self, remote: Remote, step: Step) -> tuple[str, str, str]:
         """Run a check in this process, on proxies of the student's functions."""
         names = {**self.base, "__name__": "__main__"}
-        names.update(remote.get(step.name, step.needs.names))
+        names.update(remote.get(step.needs.names))
         self.student_texts.clear()
         for name in step.needs.files:  # answers that are files
             Path(self.folder, Path(name).name).unlink(missing_ok=True)  # another question's test may have left one
@@ -303,11 +276,7 @@ class Checker:
         shown, verdict = io.StringIO(), ("passed", "")
         self.testing = True
         try:
-            with (
-                contextlib.redirect_stdout(shown),
-                contextlib.redirect_stderr(io.StringIO()),
-                self._alarm(self._left() + 5),
-            ):
+            with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(io.StringIO()):
                 exec(compile(python_of(step.source) or "", f"<tests of {step.name}>", "exec"), names)
         except (Gone, CannotTravel):
             raise
@@ -317,26 +286,6 @@ class Checker:
             self.testing = False
             self._end_clean()
         return (*verdict, "".join(remote.shown)[:MAX_SHOWN] + shown.getvalue()[:MAX_SHOWN])
-
-    @contextlib.contextmanager
-    def _alarm(self, seconds: float) -> Iterator[None]:
-        """End what never returns on this side.
-
-        Nothing is raised in this file or in `contextlib`: a block that is being left would leave the timer on, and a later
-        signal would end this process.
-        """
-
-        def late(number, frame):
-            if frame.f_code.co_filename not in (__file__, contextlib.__file__):
-                raise Gone("timeout")
-
-        before = signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, seconds, 1)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
 
     def _show_as_submitted(self, step: Step) -> None:
         """Keep the tables and plots that came along, for whoever grades the answers in words; and say so."""
@@ -352,14 +301,3 @@ class Checker:
         empty = step.untouched and step.answer
         status, message = ("missing", "The answer is empty.") if empty else ("by_hand", "")
         self.cells[step.name] = CellResult(0.0, step.points, status, message, 0.0)
-
-    def _let_serious_wait(self, step: Step) -> None:
-        """Let a person look at an answer that passed, if its question tried the channel, the memory or the walls."""
-        cell, tried = self.cells.get(step.name), self.flags.serious(step.question)
-        if tried and cell is not None and cell.status == "passed":
-            message = (
-                f"{question_title(step.question)}: the values are right. Its code tried what no answer needs "
-                f"({', '.join(tried)}), so a person looks at it before it gets its points."
-            )
-            self.cells[step.name] = replace(cell, points=0.0, status="flagged", message=message)
-            step.cell.outputs.insert(0, nbformat.v4.new_output("stream", name="stdout", text=message))

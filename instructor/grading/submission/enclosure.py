@@ -12,9 +12,9 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from instructor.grading.sandbox import tampering, walls
+from instructor.grading.sandbox import walls
 from instructor.grading.submission import student
-from instructor.grading.submission.library import files_of, hide
+from instructor.grading.submission.library import hide
 from instructor.grading.submission.warmup import Warm, run_setup
 from instructor.grading.wire.channel import Channel
 
@@ -24,7 +24,6 @@ class Enclosure:
     """A student's process while its walls go up, before the first line of a submission runs."""
 
     control: int  # descriptor of the channel to the checker
-    signs: int  # descriptor of the pipe that takes the signs of tampering
     report: int  # descriptor of the pipe that tells the warden which walls stand
     folder: str  # where it works if it cannot have a root of its own
     warm: Warm
@@ -79,7 +78,7 @@ class Enclosure:
     def _close_descriptors(self) -> None:
         """Keep nothing open that belongs to the warden."""
         for name in os.listdir("/proc/self/fd"):
-            if int(name) not in {self.control, self.signs, self.report, 0, 1, 2}:
+            if int(name) not in {self.control, self.report, 0, 1, 2}:
                 with contextlib.suppress(OSError):
                     os.close(int(name))
 
@@ -88,8 +87,7 @@ class Enclosure:
         if self.own_root:
             options = self.warm.options
             try:
-                emptied = files_of(options.answers)
-                walls.build_root(options.visible, options.course, options.hidden, emptied, options.limits, self.walls)
+                walls.build_root(options.visible, options.course, options.hidden, options.limits, self.walls)
             except OSError as error:
                 self.walls["files"] = f"none ({error})"
                 self.own_root = False
@@ -135,7 +133,7 @@ class Enclosure:
         self.walls["output"] = f"{self.warm.options.limits.output_mb} MB a cell kept at most"
 
     def _close_pipes(self) -> None:
-        for descriptor in (self.control, self.signs, self.report):
+        for descriptor in (self.control, self.report):
             os.close(descriptor)
 
     def _become_student(self) -> None:
@@ -144,11 +142,9 @@ class Enclosure:
         channel = Channel(socket.socket(fileno=self.control))
         hide(self.warm.options.answers)
         linecache.clearcache()  # it names the grader's files
-        watcher = tampering.Watcher(self.signs, self.control)
-        sys.addaudithook(watcher.hook)
         for name in [n for n in sys.modules if n == "instructor" or n.startswith("instructor.")]:
             del sys.modules[name]
-        student.Student(channel, shell, watcher).serve()
+        student.Student(channel, shell).serve()
 
 
 def _reap_until(child: int) -> NoReturn:

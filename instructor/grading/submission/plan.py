@@ -8,7 +8,6 @@ tables) are left out if the student did not change them and nothing graded uses 
 from __future__ import annotations
 
 import ast
-import itertools
 import json
 import re
 from dataclasses import dataclass, field
@@ -76,7 +75,6 @@ class Plan:
 
     notebook: NotebookNode
     steps: list[Step]
-    changed: dict[str, str]  # test or read-only cell -> how it was changed; what runs is the lab's
     files: dict[str, str] = field(default_factory=dict)  # that cells of the instructor's write, and no answer
 
 
@@ -149,8 +147,7 @@ def make_plan(built: Built, submission: str | bytes) -> Plan:
     """
     original, released = read_built(built.instructor).cells, read_built(built.student)
     lab = _Lab(original, {cell.id: cell for cell in released.cells})
-    changed: dict[str, str] = {}
-    merged = _merge(read_notebook(submission), lab, changed)
+    merged = _merge(read_notebook(submission), lab)
     notebook = nbformat.v4.new_notebook(metadata=released.metadata)
     notebook.nbformat_minor = 5
     steps: list[Step] = []
@@ -183,7 +180,7 @@ def make_plan(built: Built, submission: str | bytes) -> Plan:
         if step.kind == "tests":
             step.needs = needs[step.name]
     _leave_out(steps)
-    return Plan(notebook, steps, changed, _files_of_lab(original))
+    return Plan(notebook, steps, _files_of_lab(original))
 
 
 def _files_of_lab(original: list[NotebookNode]) -> dict[str, str]:
@@ -235,7 +232,7 @@ def question_title(question: str) -> str:
     return f"Question {question[1:].replace('_', '.')}" if question[:1] == "q" else "the notebook"
 
 
-def _merge(submission: NotebookNode, lab: _Lab, changed: dict[str, str]) -> list[tuple]:
+def _merge(submission: NotebookNode, lab: _Lab) -> list[tuple]:
     """[(cell of the submission or the lab, the lab's cell that it is or None)] in running order."""
     original, released, order = lab.original, lab.released, lab.order
     by_grade_id = {grade_id: cell for cell in original if (grade_id := _grade_id(cell))}
@@ -257,32 +254,18 @@ def _merge(submission: NotebookNode, lab: _Lab, changed: dict[str, str]) -> list
             continue
         seen.add(known.id)
         last = order[known.id]
-        groups.setdefault(last, []).insert(0, (_chosen(cell, known, released, changed), known))
+        groups.setdefault(last, []).insert(0, (_chosen(cell, known, released), known))
     for cell in original:
-        if cell.id not in seen and (name := _grade_id(cell)):
-            # Locked cells and tests are put back, answers stay empty.
+        if cell.id not in seen and _grade_id(cell):  # locked cells and tests are put back, answers stay empty
             groups.setdefault(order[cell.id], []).insert(0, (released[cell.id], cell))
-            if not _is_answer(cell):
-                changed[name] = f"the cell {name} was deleted"
     return [entry for place in sorted(groups) for entry in groups[place]]
 
 
-def _chosen(cell: dict, known: NotebookNode, released: dict, changed: dict[str, str]):
+def _chosen(cell: dict, known: NotebookNode, released: dict):
     """The student's text for answers and plain cells, the instructor's for locked cells and tests."""
-    metadata = known.metadata.get("nbgrader", {})
-    if not metadata:
+    if not known.metadata.get("nbgrader"):
         return cell
-    name, original = metadata["grade_id"], released[known.id]
-    if metadata.get("solution"):
-        if cell.get("cell_type") != known.cell_type:
-            return {**cell, "cell_type": known.cell_type}
-        return cell
-    if cell.get("cell_type") != known.cell_type or _squeezed(_source(cell)) != _squeezed(original.source):
-        lines = _squeezed(original.source).splitlines(), _squeezed(_source(cell)).splitlines()
-        old, new = next(((a, b) for a, b in itertools.zip_longest(*lines, fillvalue="") if a != b), ("", ""))
-        what = new[:120] if new.strip() else f"without its line {old[:120]}"
-        changed[name] = f"the cell {name} was changed: {what}"
-    return original
+    return {**cell, "cell_type": known.cell_type} if _is_answer(known) else released[known.id]
 
 
 def _step_of(cell: dict, known: NotebookNode | None, node: NotebookNode, lab: _Lab) -> Step | None:

@@ -162,14 +162,14 @@ class Remote:
                 tensor.copy_(tensor == 0)
             self.versions[key] = tensor._version
 
-    def get(self, cell: str, names: list[str]) -> dict:
-        """The student's values of these names; functions and objects as proxies."""
+    def get(self, names: list[str]) -> dict:
+        """The student's values of these names, functions and objects as proxies; a new question begins."""
         self.forget()
-        return self.values(names, cell)
+        return self.values(names, True)
 
-    def values(self, names: list[str], cell: str = "") -> dict:
-        """The student's values of these names; a new question begins if a test cell is named."""
-        reply, blobs = self.ask({"op": "values", "names": names, "cell": cell})
+    def values(self, names: list[str], new: bool = False) -> dict:
+        """The student's values of these names, functions and objects as proxies."""
+        reply, blobs = self.ask({"op": "values", "names": names, "new": new})
         decode = self.decoder(blobs)
         with _reading():
             return {name: decode(node) for name, node in reply["values"].items() if name in names}

@@ -22,7 +22,7 @@ class CellResult:
     Attributes:
         points: that it got.
         max_points: that it could get.
-        status: how it ended: passed, failed, error, timeout, killed, missing, flagged or by_hand.
+        status: how it ended: passed, failed, error, timeout, killed, missing or by_hand.
         message: what the student reads.
         seconds: that it took.
     """

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from instructor.grading.sandbox import tampering
 from instructor.grading.sandbox.walls import SCRATCH, address_space
 from instructor.grading.submission.conditions import (
     MAX_SEEN,
@@ -47,8 +46,8 @@ MAX_FILE = 8_000_000  # bytes of a file that is an answer
 class Student:
     """Serves the checker's requests, one after the other."""
 
-    def __init__(self, channel: Channel, shell, watcher: tampering.Watcher):
-        self.channel, self.shell, self.watcher = channel, shell, watcher
+    def __init__(self, channel: Channel, shell):
+        self.channel, self.shell = channel, shell
         self.outputs = Outputs()
         # Without a root of its own the folders are the machine's, and other programs fill them, too.
         own_root = os.getcwd() == SCRATCH and os.path.ismount("/out")
@@ -96,7 +95,6 @@ class Student:
 
     def do_run(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Run a cell as Jupyter does."""
-        self.watcher.cell = message["cell"]
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
         try:
@@ -142,9 +140,8 @@ class Student:
     # ---- values and calls ------------------------------------------------------------------------------------
 
     def do_values(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Send the values of names in the notebook; a new question begins if a test cell is named."""
-        if message["cell"]:
-            self.watcher.cell = message["cell"]
+        """Send the values of names in the notebook; a new question begins if the checker says so."""
+        if message["new"]:
             self._forget()
         encode = self._encoder()
         values = {}

@@ -110,10 +110,8 @@ def _grade(descriptor: int, warm: Warm, warden: socket.socket) -> None:
 def _ask_for_student(warden: socket.socket, clean: bool = False) -> checker.StudentProcess:
     """Have a warden start a student's process, or a clean one, which runs no cell and so needs no setup."""
     ours, theirs = socket.socketpair()
-    read, write = os.pipe()
-    socket.send_fds(warden, [CLEAN if clean else START], [theirs.fileno(), write])
+    socket.send_fds(warden, [CLEAN if clean else START], [theirs.fileno()])
     theirs.close()
-    os.close(write)
     answer = Channel(warden).receive()[0]
     if "all" in answer["walls"]:  # no fault of the submission
         raise RuntimeError(f"a student's process could not be started: {answer['walls']['all']}")
@@ -122,13 +120,13 @@ def _ask_for_student(warden: socket.socket, clean: bool = False) -> checker.Stud
         socket.send_fds(warden, [KILL + struct.pack("<I", answer["process"])], [])
         Channel(warden).receive()
 
-    return checker.StudentProcess(Channel(ours), read, answer["walls"], end)
+    return checker.StudentProcess(Channel(ours), answer["walls"], end)
 
 
 # ---- the warden --------------------------------------------------------------------------------------------------
 
 WATCH_EVERY = 0.5  # seconds between two looks at the memory of a submission's processes
-# What a checker asks of its warden: START and CLEAN with two descriptors, KILL with a process number.
+# What a checker asks of its warden: START and CLEAN with a descriptor, KILL with a process number.
 START, CLEAN, KILL = b"s", b"c", b"k"
 
 
@@ -155,7 +153,7 @@ def _be_warden(sock: socket.socket, warm: Warm, checker_process: int, worker: in
                 for process in folders:
                     _end_if_too_large(process, warm.options.limits)
                 continue
-            request, descriptors, _, _ = socket.recv_fds(sock, 5, 2)
+            request, descriptors, _, _ = socket.recv_fds(sock, 5, 1)
             if not request:
                 break
             if request[:1] == KILL:
@@ -169,8 +167,7 @@ def _be_warden(sock: socket.socket, warm: Warm, checker_process: int, worker: in
             if process == 0:
                 os.close(report)
                 sock.close()
-                control, signs = descriptors
-                Enclosure(control, signs, write, folder, warm, clean=request[:1] == CLEAN).run()
+                Enclosure(descriptors[0], write, folder, warm, clean=request[:1] == CLEAN).run()
             for descriptor in (*descriptors, write):
                 os.close(descriptor)
             folders[process] = folder

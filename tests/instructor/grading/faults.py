@@ -167,8 +167,8 @@ for name in os.listdir("/tmp"):
     shutil.rmtree(os.path.join("/tmp", name), ignore_errors=True)
 """,
         walls=("files",),
-        statuses=("failed", "error", "flagged"),
-    ),  # a checkout under /tmp has `instructor` in the way
+        statuses=("failed", "error"),
+    ),
     Fault(
         "a huge value shown",
         NUMBER,

@@ -19,7 +19,7 @@ from tests.instructor.grading.faults import BROKEN_FILES, FAULTS, ODD_FILES
 TIMEOUT = 4  # seconds
 LIMITS = Limits(memory_gb=1.0, processes=32, scratch_mb=64, file_mb=32)  # no fault harms the machine of the test
 QUICK = {"timeout": TIMEOUT, "limits": LIMITS}
-STATUSES = {"passed", "failed", "error", "timeout", "killed", "missing", "flagged", "by_hand"}
+STATUSES = {"passed", "failed", "error", "timeout", "killed", "missing", "by_hand"}
 
 
 def _points(result) -> dict[str, float]:
@@ -79,7 +79,7 @@ def test_a_file_that_only_looks_broken(suite_lab, name):
     answers, expected = (
         {s.name: s.source.strip() for s in p.steps if s.answer and not s.by_hand} for p in (plan, wanted)
     )
-    assert answers == expected and not plan.changed
+    assert answers == expected
 
 
 @pytest.mark.slow
@@ -168,10 +168,8 @@ def test_the_memory_of_children_counts(suite_lab, full_points, walls):
     )
     # A machine short of memory takes seconds to hand out 2.4 GB: the cell's time must not be what ends it.
     result = grade_notebook(suite_lab, answered_notebook(suite_lab, {"q1_2": code}), timeout=90, limits=LIMITS)
-    assert (
-        result.cells["q1_2_tests"].status in ("killed", "flagged")
-        and "ended" in str(result.cells["q1_2_tests"]) + result.notebook
-    )
+    assert result.cells["q1_2_tests"].status == "killed"
+    assert "ended" in str(result.cells["q1_2_tests"]) + result.notebook
     assert _points(result)["q3_1_tests"] == full_points["q3_1_tests"]
 
 

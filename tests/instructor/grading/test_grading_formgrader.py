@@ -15,7 +15,7 @@ from instructor.grading.formgrader import (
     schemes_of,
     with_names,
     with_nonces,
-    with_notes,
+    with_schemes,
     without_autograde,
 )
 from tests.instructor.conftest import FIXTURE_LAB
@@ -41,10 +41,10 @@ def test_the_marking_scheme_stands_above_the_answer_that_it_is_for(tmp_path):
     schemes = schemes_of(tmp_path / "lab.ipynb")
     assert set(schemes) == {"q1_2"} and "Two points for the intermediate tensor" in schemes["q1_2"]
     assert "MARK SCHEME" not in schemes["q1_2"]
-    page = with_notes(PAGE, "Marking scheme", {"q1_2": "<b>two</b> points", "q9": "x"})
+    page = with_schemes(PAGE, {"q1_2": "<b>two</b> points", "q9": "x"})
     shown = re.search(r'<div class="panel-body"><div class="grading-note".*?</div>an answer', page, flags=re.DOTALL)
     assert shown and "&lt;b&gt;two" in shown[0] and page.count("grading-note") == 1
-    assert with_notes(PAGE, "Marking scheme", {}) == PAGE and schemes_of(tmp_path / "none.ipynb") == {}
+    assert with_schemes(PAGE, {}) == PAGE and schemes_of(tmp_path / "none.ipynb") == {}
     assert all("Two points" not in cell.source for cell in nbformat.reads(lab.student, as_version=4).cells)
 
 

@@ -122,8 +122,7 @@ def _difference(lab, one: OneProcess, pack, cells) -> dict:
         if (status == "passed") != (cell.status == "passed"):
             names = [name for name, answer, _ in pack if test.startswith(f"{answer}_")]
             different[test] = {"answer": names, "here": (status, message), "there": (cell.status, cell.message)}
-    flags = [flag for flag in there.flags if flag.kind != "structure"]
-    return {**different, **({"flags": flags} if flags else {})}
+    return {**different, **({"flags": there.flags} if there.flags else {})}
 
 
 @pytest.fixture(scope="module")

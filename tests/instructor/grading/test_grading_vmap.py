@@ -40,14 +40,14 @@ def across():
             try:
                 ours.close()
                 shell = types.SimpleNamespace(user_ns=functions, outputs=None)
-                Student(Channel(theirs), shell, types.SimpleNamespace(cell="")).serve()
+                Student(Channel(theirs), shell).serve()
             finally:
                 os._exit(1)
         theirs.close()
         remote = Remote(Channel(ours))
         remote.within(300)  # of all calls of a test, also on a machine that has much else to do
         started.append((process, remote))
-        found = remote.get("cell", list(functions))
+        found = remote.get(list(functions))
         return [found[name] for name in functions] + [remote]
 
     yield start
@@ -282,7 +282,7 @@ def test_a_forged_reply_under_vmap_ends_the_question_and_not_the_run(change):
     theirs.close()
     remote = Remote(Channel(ours))
     remote.within(20)
-    f = remote.get("cell", ["f"])["f"]
+    f = remote.get(["f"])["f"]
     began = time.monotonic()
     with pytest.raises(Gone) as gone:
         torch.vmap(f)(torch.ones(3))

@@ -1,6 +1,5 @@
 """Each wall, tried from inside; and what the plan of a submission leaves out."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -18,11 +17,8 @@ import pytest
 from instructor.build import ROOT, build_lab
 from instructor.course import answered_notebook
 from instructor.grading.sandbox.walls import Limits
-from instructor.grading.submission import checker
 from instructor.grading.submission.engine import calibrate, grade_notebook, setup_cells, zygote
-from instructor.grading.submission.library import ANSWERS
 from instructor.grading.submission.plan import make_plan, names_taken, plan_tests, used_names
-from instructor.grading.submission.remote import Gone
 from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult, how_it_ended
 from instructor.points import lab_path
 
@@ -62,10 +58,6 @@ found = {
     "kept lines": tried(lambda: [name for name in __import__("linecache").cache if "instructor" in name]),
     "installed": tried(lambda: sorted(os.listdir(SITE)) + os.listdir(SITE + "/instructor")),
     "root": tried(lambda: sorted(os.listdir(ROOT))),
-    "an answer's file": tried(lambda: len(open(ROOT + "/utils/model/costs.py").read())),
-    "a child that imports it": subprocess.run(
-        [sys.executable, "-c", "from utils.model import costs; print(costs.attended_pairs)"], capture_output=True, text=True
-    ).stderr,
     "home": tried(lambda: os.listdir("/root") + os.listdir("/home")),
     "processes": tried(lambda: len([p for p in os.listdir("/proc") if p.isdigit()])),
     "user": os.getuid(),
@@ -95,14 +87,12 @@ def probed(small_lab, tmp_path_factory):
     os.environ["GRADING_SECRET_TOKEN"] = "SECRET"
     threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "3"
     sys.path.append(str(site))
-    ANSWERS[small_lab.name] = {"utils.model.costs": ["attended_pairs"]}
     try:
         code = f"ROOT, SITE = {str(ROOT)!r}, {str(site)!r}\n{PROBES}"
         notebook = answered_notebook(small_lab, {"q1_3": code})
         result = grade_notebook(small_lab, notebook, timeout=60, limits=limits)
     finally:
         sys.path.remove(str(site))
-        del ANSWERS[small_lab.name]
         del os.environ["GRADING_SECRET_TOKEN"], os.environ["OMP_NUM_THREADS"]
         os.environ |= {} if threads is None else {"OMP_NUM_THREADS": threads}
     cells = nbformat.reads(result.notebook, as_version=4).cells
@@ -130,14 +120,6 @@ def test_nothing_but_the_scratch_folder(probed):
     assert found["kept lines"] == "[]"
     assert found["root"] == "['assets', 'utils']" or not str(sys.prefix).startswith("/usr")
     assert "instructor" not in found["root"].replace("'instructor'", "") and "tests" not in found["root"]
-
-
-@pytest.mark.slow
-def test_a_file_with_an_answer_is_empty_there(probed):
-    """A copy of it, or another process that imports it, has no answers either."""
-    needs(probed, "files", "own root")
-    assert probed[0]["an answer's file"] == "0"
-    assert "has no attribute 'attended_pairs'" in probed[0]["a child that imports it"]
 
 
 @pytest.mark.slow
@@ -185,11 +167,8 @@ def test_limits(probed):
 
 
 @pytest.mark.slow
-def test_a_look_behind_the_walls_is_flagged_and_the_rest_keeps_its_points(probed):
-    result = probed[1]
-    assert {f.question for f in result.flags} == {"q1_3"} and "walls" in {f.kind for f in result.flags}
-    assert result.cells["q1_3_tests"].status == "flagged"
-    assert result.score == 9.0
+def test_a_look_at_the_walls_costs_nothing(probed):
+    assert probed[1].score == 11.5 and not probed[1].flags
 
 
 # ---- the plan ----------------------------------------------------------------------------------------------------
@@ -283,18 +262,6 @@ def test_a_result_survives_its_form_as_json():
 def test_time_must_be_positive(small_lab):
     with pytest.raises(ValueError, match="should be more than 0"):
         grade_notebook(small_lab, small_lab.student, timeout=0)
-
-
-def test_a_time_out_raises_in_a_check_and_not_where_its_timer_is_put_off():
-    """There it left the timer on, which fired again a second later and ended the checker without a word."""
-    alarm = object.__new__(checker.Checker)._alarm
-    late = "import signal\nsignal.raise_signal(signal.SIGALRM)"
-    with alarm(60):
-        for file in (checker.__file__, contextlib.__file__):
-            exec(compile(late, file, "exec"))
-        with pytest.raises(Gone):
-            exec(compile(late, "<tests of q1_1_tests>", "exec"))
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.slow
