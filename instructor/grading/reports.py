@@ -139,35 +139,27 @@ def race(
     lab: Lab = "lab3_gluon",
     course_folder: CourseFolder = Path("course"),
     pairs: Annotated[int, typer.Option(help="Timed calls of each shape, in turns with the reference.", min=5)] = 15,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Try it without a GPU: times are model cycles and rank nobody.")
-    ] = False,
 ) -> None:
     """Time the class's kernels of lab 3, Question 5.3, on this machine's GPU, each call with fresh inputs and checked."""
     from instructor.grading.class_.gradebook import as_csv
     from instructor.grading.class_.intake import submissions
-    from instructor.grading.race import problem
     from instructor.grading.race import race as racing
     from instructor.grading.submission.harmless import for_terminal
     from utils.files import write_whole
 
     if _name(lab) != "lab3_gluon":
         raise GradingError(f"{lab} has no race: lab3_gluon has.")
-    if not simulate:
-        racing.expect_gpu()
     built = _build(lab)
     found = submissions(course_folder, "lab3_gluon")
     entries = [racing.entry_of(built, s.student, s.path.read_bytes()) for s in found]
-    shapes = (problem.SIMULATED,) if simulate else problem.TIMED
-    tail = problem.SIMULATED_TAIL if simulate else problem.TAIL
-    one = racing.Race(racing.model_answer(built), simulator=simulate, shapes=shapes, tail=tail, pairs=pairs)
+    one = racing.Race(racing.model_answer(built), pairs)
     try:
         results = racing.race_class(
             one, entries, lambda r: typer.echo(f"{for_terminal(r.student)} {'refused' if r.refused else 'done'}")
         )
     finally:
         one.close()
-    for line in racing.lines_of(results, "model cycles" if simulate else ""):
+    for line in racing.lines_of(results):
         typer.echo(for_terminal(line))
     path = course_folder / "grading" / "lab3_gluon" / "race.csv"
     write_whole(path, as_csv(racing.table(results)))

@@ -60,9 +60,6 @@ LONG = Shape("16384 keys", 16, 16384, 16384)
 SHORT = Shape("2048 keys", 16, 2048, 2048)
 TAIL = Shape("tail", 3, 200, 333)
 TIMED = (LONG, SHORT)
-# For the simulator, which takes a second for a few tiles.
-SIMULATED = Shape("192 keys, simulated", 2, 192, 192, 64, 64)
-SIMULATED_TAIL = Shape("tail", 1, 70, 100, 64, 64)
 
 
 def special_rows(shape: Shape, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

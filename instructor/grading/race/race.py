@@ -20,10 +20,11 @@ from instructor.grading.race.problem import CELL, FILE, TAIL, TIMED, Shape, refe
 from instructor.grading.race.track import Call, Seen, Track, TrackError
 from instructor.grading.submission.plan import Unreadable, make_plan
 from utils.benchmark.intervals import speedup, speedup_interval
+from utils.config import GPU_SPECS
+from utils.machine import device
 
 PAIRS = 15  # timed pairs (one call of the reference, one of the entry) of a shape and a state of the L2
 TRIES = 4  # of a call whose launch was not queued in time
-CYCLE_FLOPS = 4096.0  # the simulator's tensor cores: FLOPs of one SM in one cycle
 REFERENCE = "reference"
 # A row's error is |got - right| / |right|. On an H200, of 216 calls of eight honest kernels the largest mean was 0.23%, and the
 # largest row 0.33%. P in 8 bits had a mean of 1.1%; the tail without its mask 4%.
@@ -41,7 +42,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Time:
-    """One shape and state of the L2: times of the entry and of the reference, call by call (ms; simulator: cycles)."""
+    """One shape and state of the L2: times of the entry and of the reference, call by call (ms)."""
 
     shape: str
     l2: str
@@ -50,14 +51,9 @@ class Time:
     reference_ms: list[float]
 
     @property
-    def median_ms(self) -> float:
-        """Median of the entry's times."""
-        return statistics.median(self.ms)
-
-    @property
     def tflops(self) -> float:
         """TFLOP/s of the median."""
-        return self.flops / self.median_ms / 1e9
+        return self.flops / statistics.median(self.ms) / 1e9
 
     @property
     def ratio(self) -> float:
@@ -92,52 +88,37 @@ class Race:
 
     Args:
         reference: the text of the reference's file, such as the lab's model answer.
-        simulator: use the simulator; its times are model cycles and say nothing about a GPU.
-        shapes: the timed shapes.
-        tail: the shape that has to be right before.
         pairs: timed pairs of each shape and state of the L2.
     """
 
-    def __init__(
-        self,
-        reference: str,
-        *,
-        simulator: bool = False,
-        shapes: tuple[Shape, ...] = TIMED,
-        tail: Shape = TAIL,
-        pairs: int = PAIRS,
-    ) -> None:
-        self.simulator, self.shapes, self.tail, self.pairs = simulator, shapes, tail, pairs
-        self.device = torch.device("cpu") if simulator else torch.device("cuda", torch.cuda.current_device())
-        self.roof = CYCLE_FLOPS if simulator else _roof_flops_a_ms()
-        self.states = (True,) if simulator else (True, False)
-        self.reference = self.prepare(reference)
+    shapes, tail = TIMED, TAIL  # those that are timed, and the one that has to be right before
+
+    def __init__(self, reference: str, pairs: int = PAIRS) -> None:
+        support = device.gluon_support()
+        if not support:
+            raise Refused(f"a race needs a Hopper GPU: {support.reason}")
+        self.pairs, self.device = pairs, torch.device("cuda", torch.cuda.current_device())
+        self.roof, self.reference = _roof_flops_a_ms(), compile_text(reference)
         self.track: Track | None = None
 
-    def prepare(self, source: str) -> Kernel | str:
-        """Return what a track loads: machine code, or for the simulator the text, which it reads as strictly."""
-        if self.simulator:
-            return source
-        kernel = compile_text(source, self.shapes[0])
-        if hasattr(self, "reference") and kernel.descriptors != self.reference.descriptors:  # type: ignore[union-attr]
-            raise Refused("the kernel was compiled for other descriptors than the question's.")
-        return kernel
+    def prepare_all(self, entries: list[Entry]) -> dict[str, Kernel | Refused]:
+        """Compile all entries, several at once; a refusal stands in the place of what it refuses."""
 
-    def prepare_all(self, entries: list[Entry]) -> dict[str, Kernel | str | Refused]:
-        """Prepare all entries, several at once; a refusal stands in the place of what it refuses."""
-
-        def prepared(entry: Entry) -> Kernel | str | Refused:
+        def prepared(entry: Entry) -> Kernel | Refused:
             if entry.source is None:
                 return Refused(entry.why)
             try:
-                return self.prepare(entry.source)
+                kernel = compile_text(entry.source)
             except Refused as refused:
                 return refused
+            if kernel.descriptors != self.reference.descriptors:
+                return Refused("the kernel was compiled for other descriptors than the question's.")
+            return kernel
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             return dict(zip([e.student for e in entries], pool.map(prepared, entries), strict=True))
 
-    def run(self, student: str, kernel: Kernel | str | Refused) -> Result:
+    def run(self, student: str, kernel: Kernel | Refused) -> Result:
         """Let one entry run: first untimed and checked, then timed in turns with the reference, each call checked."""
         result = Result(student)
         if isinstance(kernel, Refused):
@@ -149,7 +130,7 @@ class Race:
             for shape in (self.tail, *self.shapes):
                 self._checked("entry", shape, result)
             for shape in self.shapes:
-                for cold in self.states:
+                for cold in (True, False):
                     result.times.append(self._timed(shape, cold, result))
             track.forget("entry")
         except (Refused, TrackError) as refused:
@@ -160,7 +141,7 @@ class Race:
 
     def _track(self) -> Track:
         if self.track is None:
-            self.track = Track(self.simulator)
+            self.track = Track()
             self.track.load(REFERENCE, self.reference)
             for shape in (self.tail, *self.shapes):  # whoever runs first pays for what the libraries load
                 self._checked(REFERENCE, shape, Result(REFERENCE))
@@ -195,10 +176,7 @@ class Race:
 
 def _roof_flops_a_ms() -> float:
     """Return the dense bf16 rate of this GPU, in FLOPs a ms, by its data sheet."""
-    from utils.config import GPU_SPECS
-    from utils.machine.device import detect_gpu
-
-    name = detect_gpu()
+    name = device.detect_gpu()
     if name is None or name not in GPU_SPECS:
         raise Refused(f"{torch.cuda.get_device_name()} has no row in utils/config.py: its roof is not known.")
     return float(GPU_SPECS[name]["bf16_tflops"]) * 1e9
@@ -212,18 +190,18 @@ def new_call(kernel: str, shape: Shape, *, cold: bool = True) -> Call:
     return Call(kernel, shape, secrets.randbits(48), secrets.randbits(48), cold)
 
 
-def expect_right(call: Call, seen: Seen, device: torch.device | str, most_flops_a_ms: float) -> None:
+def expect_right(call: Call, seen: Seen, kind: torch.device | str, most_flops_a_ms: float) -> None:
     """Raise Refused unless a call wrote the right rows, in a time that is possible.
 
     Args:
         call: what was asked for.
         seen: what the track saw.
-        device: where the reference is computed: of the same kind as the track's, since inputs come from a generator there.
-        most_flops_a_ms: the roof, in the unit of `seen.ms`.
+        kind: the device where the reference is computed: as the track's, since inputs come from a generator there.
+        most_flops_a_ms: the roof.
     """
     where = f"{call.shape.name}: "
     heads, rows = rows_to_read(call.shape, call.seed, call.lot)
-    right = reference_rows(call.shape, call.seed, heads, rows, device).cpu()
+    right = reference_rows(call.shape, call.seed, heads, rows, kind).cpu()
     unwritten = int((~seen.rows.isfinite()).any(-1).sum())
     if unwritten:
         raise Refused(f"{where}{unwritten} of {len(rows)} rows of the output are not finite, or were not written.")
@@ -311,13 +289,8 @@ def table(results: list[Result]) -> list[dict[str, object]]:
     return rows
 
 
-def lines_of(results: list[Result], unit: str = "") -> list[str]:
-    """Return the table as lines to print: the first shape, the fastest first.
-
-    Args:
-        results: in order.
-        unit: of the times, if it is another one than ms.
-    """
+def lines_of(results: list[Result]) -> list[str]:
+    """Return the table of results in order as lines to print: the first shape, the fastest first."""
     lines = []
     for row, result in zip(table(results), results, strict=True):
         if result.refused:
@@ -327,18 +300,6 @@ def lines_of(results: list[Result], unit: str = "") -> list[str]:
         low, high = first.interval
         lines.append(
             f"{row['place']:>4}  {result.student}: {first.ratio:.3f} times the reference [{low:.3f}, {high:.3f}], "
-            + (f"{first.median_ms:.0f} {unit}" if unit else f"{first.tflops:.0f} TFLOP/s")
-            + f" ({first.shape}, {first.l2} L2; {result.calls} calls compared)"
+            f"{first.tflops:.0f} TFLOP/s ({first.shape}, {first.l2} L2; {result.calls} calls compared)"
         )
     return lines
-
-
-def expect_gpu() -> dict:
-    """Return what results should say about this machine; raise Refused if it has no Hopper GPU that runs Gluon kernels."""
-    from utils.machine.device import gluon_support
-    from utils.machine.environment import environment
-
-    support = gluon_support()
-    if not support:
-        raise Refused(f"a race needs a Hopper GPU: {support.reason}")
-    return {"machine": torch.cuda.get_device_name(), "environment": environment(), "reference": "the model answer"}

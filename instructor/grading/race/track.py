@@ -28,8 +28,7 @@ from instructor.grading.race.compiling import Kernel, race_launch, signature
 from instructor.grading.race.problem import Shape, draw_inputs, rows_to_read
 from instructor.grading.sandbox.walls import die_with_parent
 from instructor.grading.wire.channel import Channel, Closed, TooLate
-from utils.checking.gluon_launches import overlap_launch
-from utils.checking.kernel_exercises import Launch, descriptor, load_kernels
+from utils.checking.kernel_exercises import Launch, descriptor
 from utils.files import ROOT
 
 SPIN_CYCLES = 1_000_000  # about half a millisecond: the launch behind it is queued before it ends
@@ -60,7 +59,7 @@ class Seen:
     """What the track saw of a call.
 
     Attributes:
-        ms: between the two events; of the simulator: model cycles.
+        ms: between the two events.
         ahead: everything was queued before the device reached it, so no launch is in the time.
         late: rows differed when they were read again.
         inputs_changed: the kernel wrote into its inputs.
@@ -82,17 +81,13 @@ class TrackError(Exception):
 
 
 class Track:
-    """A track's process, as the judge sees it.
+    """A track's process, as the judge sees it."""
 
-    Args:
-        simulator: run files in the simulator instead, on the CPU: times are model cycles.
-    """
-
-    def __init__(self, simulator: bool = False) -> None:
+    def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno()), *(["--simulator"] if simulator else [])],
+            [sys.executable, "-m", __name__, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.DEVNULL,
@@ -102,15 +97,12 @@ class Track:
         theirs.close()
         self.channel = Channel(ours)
 
-    def load(self, name: str, kernel: Kernel | str) -> None:
-        """Give the track a kernel: machine code, or the text of a file for the simulator.
+    def load(self, name: str, kernel: Kernel) -> None:
+        """Give the track a kernel's machine code.
 
         Raises:
             TrackError: it cannot be loaded.
         """
-        if isinstance(kernel, str):
-            self._ask({"load": name, "source": kernel}, 60.0)
-            return
         facts = asdict(kernel)
         cubin = facts.pop("cubin")
         self._ask({"load": name, **facts}, 120.0, [cubin])
@@ -241,47 +233,7 @@ class Gpu:
         return seen, first.float().cpu()
 
 
-class Simulator:
-    """Runs the text of a file in the simulator, on the CPU; its clock counts model cycles of all programs."""
-
-    def __init__(self) -> None:
-        self.sources: dict[str, str] = {}
-        self.kernels = self.sources
-
-    def load(self, message: dict, blobs: list) -> None:
-        """Keep a file's text."""
-        self.sources[message["load"]] = message["source"]
-
-    def run(self, call: Call) -> tuple[dict, torch.Tensor]:
-        """Simulate one call; return what was seen, and the rows."""
-        from utils.gluon_cpu.reports import SimulationError
-        from utils.gluon_cpu.simulation import simulate
-
-        shape = call.shape
-        q, k, v = draw_inputs(shape, call.seed, "cpu")
-        launch, _ = overlap_launch(q[0], k[0], v[0], q[0], stages=shape.stages, block_n=shape.block)
-        kernel = getattr(load_kernels(self.sources[call.kernel], launch), launch.kernel)
-        used = {
-            "q_desc": q.clone(),
-            "k_desc": k.clone(),
-            "v_desc": v.clone(),
-            "o_desc": torch.full_like(q, float("nan")),
-        }
-        values = [descriptor(used[name], a.block) if name in used else a for name, a in launch.args.items()]
-        try:
-            with simulate() as run:
-                kernel[launch.grid](*values)
-        except SimulationError as error:
-            raise RuntimeError(f"the simulator stopped it: {error}") from None
-        heads, rows = rows_to_read(shape, call.seed, call.lot)
-        *after, out = used.values()
-        changed = any(not torch.equal(a, b) for a, b in zip(after, (q, k, v), strict=True))
-        cycles = float(sum(run.cycles))
-        seen = {"ms": cycles, "ahead": True, "late": False, "inputs_changed": changed}
-        return seen, out[0, heads, rows].float()
-
-
-def _serve(machine: Gpu | Simulator, channel: Channel) -> None:
+def _serve(machine: Gpu, channel: Channel) -> None:
     """Answer the judge until it closes the channel."""
     while True:
         message, blobs = channel.receive()
@@ -304,4 +256,4 @@ def _serve(machine: Gpu | Simulator, channel: Channel) -> None:
 if __name__ == "__main__":
     die_with_parent()
     with suppress(Closed):
-        _serve(Simulator() if "--simulator" in sys.argv else Gpu(), Channel(socket.socket(fileno=int(sys.argv[1]))))
+        _serve(Gpu(), Channel(socket.socket(fileno=int(sys.argv[1]))))

@@ -10,10 +10,13 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from instructor.build import build_lab
-from instructor.grading.race.race import Entry, Race, expect_gpu, in_order, lines_of, model_answer
+from instructor.grading.race.race import Entry, Race, in_order, lines_of, model_answer
 from instructor.points import lab_path
 from tests.instructor.grading.race_cheats import CHEATS, HONEST
+from utils.machine.environment import environment
 
 
 def main() -> None:
@@ -24,8 +27,9 @@ def main() -> None:
     chosen = parser.parse_args()
     began = time.monotonic()
     model = model_answer(build_lab(lab_path("lab3_gluon")))
-    record = {**expect_gpu(), "pairs": chosen.pairs, "cheats": [], "honest": []}
-    race = Race(model, pairs=chosen.pairs)
+    race = Race(model, chosen.pairs)
+    record = {"machine": torch.cuda.get_device_name(), "environment": environment(), "reference": "the model answer"}
+    record |= {"pairs": chosen.pairs, "cheats": [], "honest": []}
     honest = {f.name: f.text(model) for f in HONEST}
     cheats = {f.name: f for f in CHEATS}
     results, wrong = [], []

@@ -1,5 +1,6 @@
-"""The race of lab 3's kernels: what is refused, and who wins. On a CPU kernels run in the simulator, in model cycles."""
+"""The race of lab 3's kernels: what is refused, and who wins. Here kernels run in the simulator, in model cycles."""
 
+import types
 from dataclasses import replace
 
 import nbformat
@@ -9,18 +10,10 @@ import torch
 from instructor.build import build_lab
 from instructor.course import answered_notebook
 from instructor.grading.race import compiling
+from instructor.grading.race import race as racing
 from instructor.grading.race.compiling import Kernel, Refused, read_machine_code
-from instructor.grading.race.problem import (
-    LONG,
-    SIMULATED,
-    SIMULATED_TAIL,
-    TAIL,
-    reference_rows,
-    rows_to_read,
-    special_rows,
-)
+from instructor.grading.race.problem import LONG, TAIL, Shape, draw_inputs, reference_rows, rows_to_read, special_rows
 from instructor.grading.race.race import (
-    CYCLE_FLOPS,
     Entry,
     Race,
     Result,
@@ -34,10 +27,14 @@ from instructor.grading.race.race import (
     race_class,
     table,
 )
-from instructor.grading.race.track import Call, Seen, Simulator
+from instructor.grading.race.track import Call, Seen, Track, TrackError
 from instructor.points import lab_path
 from tests.instructor.grading.race_cheats import CHEATS, HONEST
+from utils.checking.gluon_launches import overlap_launch
+from utils.checking.kernel_exercises import descriptor, load_kernels
 from utils.checking.kernel_files import expect_kernel_file
+from utils.gluon_cpu.reports import SimulationError
+from utils.gluon_cpu.simulation import simulate
 
 LAB = build_lab(lab_path("lab3_gluon"))
 MODEL = model_answer(LAB)
@@ -46,16 +43,48 @@ FAKE_ROOF = 1e6  # FLOPs of one unit of the fake clock below
 GPU_ONLY = ("asm", "inline_asm", "float8")
 
 
+CYCLE_FLOPS = 4096.0  # the simulator's tensor cores: FLOPs of one SM in one cycle
+SIMULATED, SIMULATED_TAIL = Shape("192 keys", 2, 192, 192, 64, 64), Shape("tail", 1, 70, 100, 64, 64)
+
+
+class SimulatedTrack:
+    """Runs the text of a file in the simulator, in this process; its clock counts the model cycles of all programs."""
+
+    def __init__(self):
+        self.texts = {}
+        self.forget = self.texts.pop
+
+    def load(self, name, kernel):
+        self.texts[name] = kernel.text
+
+    def run(self, call):
+        inputs = draw_inputs(call.shape, call.seed, "cpu")
+        used = [*(x.clone() for x in inputs), torch.full_like(inputs[0], float("nan"))]
+        launch, _ = overlap_launch(*(x[0] for x in (*inputs, inputs[0])), block_n=call.shape.block)
+        kernel = getattr(load_kernels(self.texts[call.kernel], launch), launch.kernel)
+        tiles = [descriptor(x, a.block) for x, a in zip(used, launch.args.values(), strict=False)]
+        try:
+            with simulate() as run:
+                kernel[launch.grid](*tiles, *list(launch.args.values())[len(tiles) :])
+        except SimulationError as error:
+            raise TrackError(f"the simulator stopped it: {error}") from None
+        rows = used[3][(0, *rows_to_read(call.shape, call.seed, call.lot))]
+        changed = any(not torch.equal(a, b) for a, b in zip(used[:3], inputs, strict=True))
+        return Seen(float(sum(run.cycles)), True, False, changed, rows.double())
+
+    def close(self):
+        pass
+
+
 def simulated(text: str, *shapes) -> str:
-    """Run a file in the simulator, in this process, and return why it is refused; "" if it is not."""
-    machine = Simulator()
-    machine.load({"load": "entry", "source": text}, [])
+    """Run a file in the simulator and return why it is refused; "" if it is not."""
+    track = SimulatedTrack()
+    track.texts["entry"] = text
     for shape in shapes:
         call = new_call("entry", shape)
         try:
-            seen, rows = machine.run(call)
-            expect_right(call, Seen(**seen, rows=rows.double()), "cpu", CYCLE_FLOPS)
-        except (Refused, RuntimeError) as refused:
+            expect_right(call, track.run(call), "cpu", CYCLE_FLOPS)
+        except (Refused, TrackError) as refused:
             return str(refused)
     return ""
 
@@ -92,9 +121,26 @@ def test_every_cheat_that_a_kernel_can_try_is_refused_in_the_simulator():
 
 
 @pytest.mark.slow
-def test_a_race_between_processes():
+def test_a_race(monkeypatch):
     cheat = next(f for f in CHEATS if f.name == "nothing is written").text(MODEL)
-    race = Race(MODEL, simulator=True, shapes=(SIMULATED_TAIL,), tail=SIMULATED_TAIL, pairs=5)
+
+    def compiled(text):
+        if text == "import os":
+            raise Refused(text)
+        return types.SimpleNamespace(text=text, descriptors="")
+
+    for owner, name, value in (
+        (racing, "compile_text", compiled),
+        (racing, "Track", SimulatedTrack),
+        (racing, "_roof_flops_a_ms", lambda: CYCLE_FLOPS),
+        (racing.device, "gluon_support", lambda: True),
+        (torch.cuda, "current_device", lambda: 0),
+        (Race, "shapes", (SIMULATED_TAIL,)),
+        (Race, "tail", SIMULATED_TAIL),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    race = Race(MODEL, pairs=3)
+    race.device = "cpu"
     entries = [Entry("ada", MODEL), Entry("ben", cheat), Entry("cy", "import os"), Entry("di", None, "not answered")]
     try:
         results = race_class(race, entries)
@@ -102,10 +148,18 @@ def test_a_race_between_processes():
         race.close()
     assert [r.student for r in results] == ["ada", "ben", "cy", "di"]
     ada, ben, cy, di = results
-    assert not ada.refused and ada.calls == 2 + 5 and "not written" in ben.refused
+    assert not ada.refused and ada.calls == 2 + 2 * 3 and "not written" in ben.refused
     assert "import os" in cy.refused and di.refused == "not answered"
     assert 0.8 < ada.times[0].ratio < 1.25  # against itself; cycles of a random lot of inputs are all the same
     assert [(row["place"], row["student"]) for row in table(results)][:2] == [(1, "ada"), ("", "ben")]
+
+
+def test_a_track_that_has_ended_says_so():
+    track = Track()
+    track.process.kill()
+    with pytest.raises(TrackError, match="has ended"):
+        track.forget("entry")
+    track.close()
 
 
 @pytest.mark.slow
