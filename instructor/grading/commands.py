@@ -89,7 +89,7 @@ def grade(
     if find_spec("distributed") is None:
         raise GradingError("grading needs distributed, which is not installed here: pip install -e '.[grading]'.")
     from instructor.grading.class_.dates import read_date, time_zone
-    from instructor.grading.class_.lock import only_grader
+    from instructor.grading.class_.gradebook import only_grader
     from instructor.grading.sandbox.walls import Limits
 
     limits = Limits(gpu=gpu, memory_gb=memory)
@@ -226,7 +226,7 @@ def feedback(
     lab = _name(lab)
     from instructor.course import CourseError
     from instructor.grading.class_.feedback import finish_pages
-    from instructor.grading.class_.intake import meant
+    from instructor.grading.class_.intake import suggestion
     from instructor.grading.class_.report import class_of
     from instructor.grading.submission.harmless import for_terminal
 
@@ -235,7 +235,9 @@ def feedback(
     known = [student.id for student in students]
     if unknown := sorted(set(only or ()) - set(known)):
         who = ", ".join(map(for_terminal, unknown))
-        raise GradingError(f"nothing of {who} has been graded for {lab} in {course_folder}.{meant(unknown, known)}")
+        raise GradingError(
+            f"nothing of {who} has been graded for {lab} in {course_folder}.{suggestion(unknown, known)}"
+        )
     for choice in [["--student", student] for student in only or []] or [[]]:
         try:
             course.nbgrader("generate_feedback", lab, "--force", *choice)

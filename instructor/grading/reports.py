@@ -135,11 +135,7 @@ def formgrader(
 
 @app.command()
 @errors_as_text
-def race(
-    lab: Lab = "lab3_gluon",
-    course_folder: CourseFolder = Path("course"),
-    pairs: Annotated[int, typer.Option(help="Timed calls of each shape, in turns with the reference.", min=5)] = 15,
-) -> None:
+def race(lab: Lab = "lab3_gluon", course_folder: CourseFolder = Path("course")) -> None:
     """Time the class's kernels of lab 3, Question 5.3, on this machine's GPU, each call with fresh inputs and checked."""
     from instructor.grading.class_.gradebook import as_csv
     from instructor.grading.class_.intake import submissions
@@ -152,7 +148,7 @@ def race(
     built = _build(lab)
     found = submissions(course_folder, "lab3_gluon")
     entries = [racing.entry_of(built, s.student, s.path.read_bytes()) for s in found]
-    one = racing.Race(racing.model_answer(built), pairs)
+    one = racing.Race(racing.model_answer(built))
     try:
         results = racing.race_class(
             one, entries, lambda r: typer.echo(f"{for_terminal(r.student)} {'refused' if r.refused else 'done'}")

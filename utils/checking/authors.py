@@ -45,8 +45,8 @@ def _owner(file: str) -> str:
     path = os.path.realpath(file) if os.path.isabs(file) else file  # a name such as <cell 3> stays
     if path.startswith(_FORMULAS) and path not in _HANDED_OUT:
         return path.removeprefix(_PACKAGES).removeprefix(os.path.join(ROOT, ""))
-    made = file.startswith(("<frozen", "<__array", "<eval_with_key", "<tests of "))  # the last: test cells, when graded
-    return "" if made or path.startswith((*_COURSE, *_LIBRARIES)) else "student"
+    fileless = file.startswith(("<frozen", "<__array", "<eval_with_key", "<tests of "))  # the last: graded test cells
+    return "" if fileless or path.startswith((*_COURSE, *_LIBRARIES)) else "student"
 
 
 def is_students(code: types.CodeType) -> bool:

@@ -122,9 +122,7 @@ class OperationWatch(TorchDispatchMode):
         for owner, name in _DERIVATIVES:
             noting = functools.partial(self._note_and_derive, getattr(owner, name))
             self._beside.enter_context(mock.patch.object(owner, name, noting))
-        # Uncompiled, `flex_attention` compiles a part of itself; where a mode watches, that fails, and fails for ever after.
-        flex = "torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-        self._beside.enter_context(mock.patch(flex, True, create=True))
+        self._beside.enter_context(uncompiled_flex())
         self._beside.enter_context(_Calls(self))
         return super().__enter__()
 
@@ -184,6 +182,11 @@ class OperationWatch(TorchDispatchMode):
         counted = [n for n in self.largest if (n not in MOVES if names is None else n in names)]
         name = max(counted, key=self.largest.__getitem__, default=None)
         return (name, self.largest[name]) if name and self.largest[name] > limit else None
+
+
+def uncompiled_flex() -> contextlib.AbstractContextManager:
+    """Have eager FlexAttention call masks and score modifiers as they are: compiling them fails under a mode, and for ever after."""
+    return mock.patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, create=True)
 
 
 def tensors_in(values) -> list[torch.Tensor]:

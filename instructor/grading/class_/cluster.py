@@ -286,7 +286,9 @@ class _ClassRun:
             try:
                 result = future.result()
             except Exception as error:  # whatever happened to this submission, the others go on
-                self._fail(student, f"not graded after {RETRIES + 1} attempts: {str(error).strip()[:500]}")
+                why = f"not graded after {RETRIES + 1} attempts: {str(error).strip()[:500]}"
+                self.summary.failed[student] = why
+                self.summary.graded.append(not_graded(self.built, student, "not graded", why))
             else:
                 gradebook.save_record(self.course, result, self.waiting[student][1])
                 self.summary.graded.append(result)
@@ -296,10 +298,6 @@ class _ClassRun:
             self.done += 1
             future.release()
             self.progress(student, self.done, self.total)
-
-    def _fail(self, student: str, why: str) -> None:
-        self.summary.failed[student] = why
-        self.summary.graded.append(not_graded(self.built, student, "not graded", why))
 
     def merge(self) -> None:
         """Write the results that the gradebook does not have yet."""

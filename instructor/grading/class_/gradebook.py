@@ -6,18 +6,44 @@ database. So the formgrader, `nbgrader generate_feedback` and `nbgrader export` 
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import fcntl
 import io
 import json
+import os
+import platform
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from instructor.build import Built
 from instructor.course import Course
 from instructor.grading.submission.results import GradingError, SubmissionResult
 from utils.files import write_whole
+
+
+@contextlib.contextmanager
+def only_grader(root: Path, lab: str) -> Iterator[None]:
+    """Keep a second `labs grade` off the same lab of the same course; `GradingError` says that one is running."""
+    path = root / "grading" / f"{lab}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            who = file.read().strip() or "of another machine"
+            raise GradingError(
+                f"{lab} of {root} is being graded already (process {who}). Wait until that has ended, and run "
+                "the command again: it goes on from there."
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {platform.node()}")
+        file.flush()
+        yield
 
 
 def prepare(course: Course, built: Built) -> None:
@@ -108,7 +134,7 @@ def record_path(course: Course, lab: str, student: str) -> Path:
 def save_record(course: Course, result: SubmissionResult, key: str) -> None:
     """Keep a result with the key of what it was made from."""
     path = record_path(course, result.lab, result.student)
-    write_whole(path, json.dumps({"key": key, **result.as_json()}, indent=1))
+    write_whole(path, json.dumps({"key": key, **asdict(result)}, indent=1))
 
 
 def load_record(course: Course, lab: str, student: str, key: str | None) -> SubmissionResult | None:

@@ -258,7 +258,9 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
         known = [s.student for s in found]
         unknown = sorted(set(only) - set(known))
         if unknown:
-            raise GradingError(f"no submission of {', '.join(unknown)} for {lab} in {folder}.{meant(unknown, known)}")
+            raise GradingError(
+                f"no submission of {', '.join(unknown)} for {lab} in {folder}.{suggestion(unknown, known)}"
+            )
         found = [s for s in found if s.student in only]
     if not found:
         raise GradingError(f"no submission for {lab}: expected {folder}/<student>/{lab}/{lab}.ipynb.")
@@ -289,7 +291,7 @@ def look_through(root: Path, lab: str) -> tuple[dict[str, Submission], dict[str,
     return found, why
 
 
-def meant(unknown: list[str], known: list[str]) -> str:
+def suggestion(unknown: list[str], known: list[str]) -> str:
     """A question that names the students whose names hold these or are close to them; nothing if none does."""
     found = [name for name in known if any(part.casefold() in name.casefold() for part in unknown)]
     found = found or [close for name in unknown for close in difflib.get_close_matches(name, known, 3)]

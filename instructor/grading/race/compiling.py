@@ -43,21 +43,13 @@ class Refused(GradingError):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel as data.
+    """A compiled kernel as data."""
 
-    Attributes:
-        name: its symbol in the machine code.
-        shared: bytes of shared memory.
-        num_warps: warps of all partitions.
-        cubin: machine code for sm_90a.
-        descriptors: how the launch encodes its TMA descriptors.
-    """
-
-    name: str
-    shared: int
-    num_warps: int
-    cubin: bytes
-    descriptors: str
+    name: str  # its symbol in the machine code
+    shared: int  # bytes of shared memory
+    num_warps: int  # warps of all partitions
+    cubin: bytes  # machine code for sm_90a
+    descriptors: str  # how the launch encodes its TMA descriptors
 
 
 def race_launch(shape: Shape) -> Launch:

@@ -18,25 +18,15 @@ NEEDLE = 2.0  # a needle's key is this many times its query: it gets nearly all 
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention of one batch in bf16, and the launch's tile and slots.
+    """Attention of one batch in bf16, and the launch's tile and slots."""
 
-    Attributes:
-        name: for tables.
-        heads: heads of one batch.
-        queries: rows of Q of a head.
-        keys: rows of K and V of a head.
-        head_dim: columns.
-        block: keys of a block.
-        stages: slots of the rings.
-    """
-
-    name: str
-    heads: int
-    queries: int
-    keys: int
+    name: str  # for tables
+    heads: int  # of one batch
+    queries: int  # of a head
+    keys: int  # of a head
     head_dim: int = 128
-    block: int = 128
-    stages: int = 2
+    block: int = 128  # keys of a block
+    stages: int = 2  # slots of the rings
 
     @property
     def flops(self) -> float:

@@ -1,13 +1,4 @@
-"""The walls around a student's process, raised in the process itself before the first line of a submission runs.
-
-| wall | what it keeps out | how |
-|---|---|---|
-| network | any connection | a network namespace of its own, without interfaces |
-| files | the gradebook, other submissions, hidden tests, home folders | a mount namespace: a root of read-only binds |
-| processes | signals to others, survivors | a process namespace: its first process takes all with it |
-| privileges | setuid programs, capabilities | another user, no capabilities, no_new_privs |
-| system calls | mounts, tracing, new namespaces, kernel modules | a seccomp filter |
-| memory, processes, CPU time, file size | one submission using up the machine | resource limits |
+"""The walls around a student's process, raised in it before the first line of a submission runs; docs/grading.md lists them.
 
 What the machine does not allow is not hidden: each function here notes in `walls` what a wall stands by, or "none" and
 why. `submission.enclosure.Enclosure.raise_walls` calls them.

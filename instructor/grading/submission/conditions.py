@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
-from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
@@ -48,15 +46,6 @@ def no_modes():
         finally:
             while taken:
                 torch._C._push_on_torch_function_stack(taken.pop())
-
-
-def uncompiled_flex() -> contextlib.AbstractContextManager:
-    """Have eager FlexAttention call masks and score modifiers for the time of a `with` block.
-
-    Otherwise it compiles them, and proxies of the checker's functions have nothing to compile.
-    """
-    module, name = sys.modules.get("torch.nn.attention.flex_attention"), "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-    return mock.patch.object(module, name, True) if hasattr(module, name) else contextlib.nullcontext()
 
 
 # ---- what ran ------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import nbformat
@@ -75,14 +76,11 @@ class Zygote:
         warm_up = WarmUp(setup_cells(built), self.folder.name, visible, course, hidden_paths(), limits, answers)
         try:
             self.channel.send({"op": "warm up"}, [pickle.dumps(warm_up)])
-            ready, _ = self.channel.receive(time.monotonic() + WARM_SECONDS)
+            self.channel.receive(time.monotonic() + WARM_SECONDS)
         except (Closed, TooLate):
             words = self._last_words()
             self.close()
             raise GradingError(f"the warm process for {built.name} did not start:\n{words}") from None
-        if ready["problems"]:
-            self.close()
-            raise GradingError(f"{built.name} cannot be graded: " + "; ".join(ready["problems"]))
 
     def _environment(self, limits: walls.Limits) -> dict[str, str]:
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
@@ -206,7 +204,7 @@ def calibrate(built: Built, limits: walls.Limits | None = None) -> SubmissionRes
     known = known_calibration(built, limits)
     if known is None:
         known = _calibrate(built, limits)
-        write_whole(_calibration_path(built, limits), json.dumps(known.as_json(), indent=1))
+        write_whole(_calibration_path(built, limits), json.dumps(asdict(known), indent=1))
     return known
 
 

@@ -113,7 +113,7 @@ def read_notebook(text: str | bytes) -> NotebookNode:
 def not_graded(built: Built, student: str, kind: str, why: str) -> SubmissionResult:
     """The result of a submission that cannot be graded at all: no points, and a flag of this kind that says why."""
     facts = [cell.metadata.get("nbgrader", {}) for cell in read_built(built.student).cells]
-    cells = {f["grade_id"]: CellResult(0.0, float(f["points"]), "missing", why, 0.0) for f in facts if "points" in f}
+    cells = {f["grade_id"]: CellResult(0.0, "missing", why) for f in facts if "points" in f}
     return SubmissionResult(student, built.name, cells, (Flag("", kind, why),), {}, built.student)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,21 +17,11 @@ class GradingError(RuntimeError):
 
 @dataclass(frozen=True)
 class CellResult:
-    """One graded cell.
+    """One graded cell."""
 
-    Attributes:
-        points: that it got.
-        max_points: that it could get.
-        status: how it ended: passed, failed, error, timeout, killed, missing or by_hand.
-        message: what the student reads.
-        seconds: that it took.
-    """
-
-    points: float
-    max_points: float
-    status: str
-    message: str
-    seconds: float
+    points: float  # that it got
+    status: str  # how it ended: passed, failed, error, timeout, killed, missing or by_hand
+    message: str  # what the student reads
 
 
 @dataclass(frozen=True)
@@ -59,10 +49,6 @@ class SubmissionResult:
     def score(self) -> float:
         """The sum of the automatic points."""
         return sum(cell.points for cell in self.cells.values())
-
-    def as_json(self) -> dict:
-        """The result as a JSON object."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict) -> SubmissionResult:

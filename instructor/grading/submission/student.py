@@ -26,7 +26,6 @@ from instructor.grading.submission.conditions import (
     no_modes,
     sdpa_backends,
     set_conditions,
-    uncompiled_flex,
     watch_of,
 )
 from instructor.grading.submission.exceptions import describe_error, nearest_error, words_of
@@ -38,6 +37,7 @@ from instructor.grading.wire.pickles import StudentDecoder
 from instructor.grading.wire.signatures import Proxy, parameters_of
 from instructor.grading.wire.values import Encoder, tensor_bytes
 from utils.checking import is_answered
+from utils.checking.watching import uncompiled_flex
 
 MAX_PROCESSES = 16  # that a cell may leave behind
 MAX_FILE = 8_000_000  # bytes of a file that is an answer

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,18 @@ class Warm:
 
     options: WarmUp
     shell: Any  # an IPython shell
-    base: dict | None  # the names that the setup gave; None where each process runs the setup itself
+    base: dict | None = None  # the names that the setup gave; None where each process runs the setup itself
+
+    def names(self) -> dict:
+        """The names that the cells before the first answer give; `RuntimeError` if one of the cells fails."""
+        if self.base is not None:
+            return self.base
+        for name, source in self.options.setup:
+            result = self.shell.run_cell(source, store_history=False)
+            if not result.success:
+                error = result.error_before_exec or result.error_in_exec
+                raise RuntimeError(f"the setup cell {name} failed: {error!r}")
+        return dict(self.shell.user_ns)
 
 
 def make_shell():
@@ -71,8 +83,8 @@ def make_shell():
     return shell
 
 
-def warm_up(options: WarmUp) -> tuple[Warm, list[str]]:
-    """Import what labs need and run the cells before the first answer; returns what forks inherit, and problems.
+def warm_up(options: WarmUp) -> Warm:
+    """Import what labs need and run the cells before the first answer; returns what forks inherit.
 
     The setup of a lab asks for the GPU, and a process that has started CUDA cannot be forked with it. So with GPUs
     every process runs the setup for itself.
@@ -82,23 +94,18 @@ def warm_up(options: WarmUp) -> tuple[Warm, list[str]]:
     for name in (*PRELOADED, *(BEFORE_SETUP if options.limits.gpu else ()), *options.answers):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    problems: list[str] = []
-    warm = Warm(options, make_shell(), None)
+    warm = Warm(options, make_shell())
     if not options.limits.gpu:
-        warm.base, problems = run_setup(warm)
+        warm.base = warm.names()
     exercise_libraries()
     sys.stdout.flush()
-    return warm, problems
-
-
-def run_setup(warm: Warm) -> tuple[dict, list[str]]:
-    """Run the cells before the first answer; returns the names that they give, and problems."""
-    problems = []
-    for name, source in warm.options.setup:
-        result = warm.shell.run_cell(source, store_history=False)
-        if not result.success:
-            problems.append(f"the setup cell {name} failed: {result.error_before_exec or result.error_in_exec!r}")
-    return dict(warm.shell.user_ns), problems
+    # Native threads (torch's autograd keeps one) are idle here and hold no lock; Python's could.
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if threads:
+        raise RuntimeError(
+            f"threads run after the setup ({', '.join(threads)}): such a process cannot be forked safely"
+        )
+    return warm
 
 
 def exercise_libraries() -> None:

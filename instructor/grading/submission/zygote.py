@@ -24,8 +24,8 @@ import socket
 import struct
 import sys
 import tempfile
-import threading
 import traceback
+from dataclasses import asdict
 
 import psutil
 
@@ -33,7 +33,7 @@ from instructor.grading.sandbox import walls
 from instructor.grading.submission import checker
 from instructor.grading.submission.enclosure import Enclosure
 from instructor.grading.submission.results import Job, WarmUp, how_it_ended
-from instructor.grading.submission.warmup import Warm, run_setup, warm_up
+from instructor.grading.submission.warmup import Warm, warm_up
 from instructor.grading.wire.channel import Channel, Closed
 
 
@@ -43,14 +43,14 @@ def serve(descriptor: int) -> None:
     channel = Channel(sock)
     options: WarmUp = pickle.loads(channel.receive()[1][0])  # from the worker, which is trusted
     os.chdir(options.folder)
-    warm, problems = warm_up(options)
+    try:
+        warm = warm_up(options)
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
     gc.collect()
     gc.freeze()  # or else the collector touches, and so copies, the memory of the libraries in every fork
-    # Native threads (torch's autograd keeps one) are idle here and hold no lock; Python's could.
-    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    if threads:
-        problems.append(f"threads run after the setup ({', '.join(threads)}); such a process cannot be forked safely")
-    channel.send({"op": "ready", "problems": problems})
+    channel.send({"op": "ready"})
     while True:
         _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
         if not descriptors:
@@ -92,14 +92,9 @@ def _grade(descriptor: int, warm: Warm, warden: socket.socket) -> None:
             return _ask_for_student(warden, clean)
 
         try:
-            base = warm.base
-            if base is None:
-                base, problems = run_setup(warm)
-                if problems:
-                    raise RuntimeError("; ".join(problems))
-            result = checker.Checker(job, base, start).grade()
+            result = checker.Checker(job, warm.names(), start).grade()
             # As a blob: a notebook with its pictures may be longer than the header of a frame may be.
-            channel.send({"op": "graded"}, [json.dumps(result.as_json()).encode()])
+            channel.send({"op": "graded"}, [json.dumps(asdict(result)).encode()])
         except BaseException as error:
             channel.send({"op": "crashed", "why": "".join(traceback.format_exception(error))[-4000:]})
         os._exit(0)

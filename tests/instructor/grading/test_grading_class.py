@@ -26,6 +26,7 @@ from instructor.course import Course, answered_notebook
 from instructor.grading.class_ import cluster, gradebook, intake, report
 from instructor.grading.class_.cluster import grade_class
 from instructor.grading.class_.dates import time_zone
+from instructor.grading.class_.gradebook import only_grader
 from instructor.grading.class_.intake import (
     GradingError,
     arrivals,
@@ -35,7 +36,6 @@ from instructor.grading.class_.intake import (
     without_submission,
 )
 from instructor.grading.class_.late import apply_penalties, set_due_date
-from instructor.grading.class_.lock import only_grader
 from instructor.grading.class_.roster import Person, put_names, roster_path
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission.engine import grade_notebook
@@ -761,7 +761,7 @@ def test_the_gradebook_keeps_all_of_a_submission_or_nothing(small_lab, graded, m
     result = gradebook.load_record(course, small_lab.name, "wrong", _key(course, small_lab.name, "wrong"))
     before = automatic(course, small_lab.name)["wrong"]
     cells = {**result.cells, "q9_9_tests": result.cells["q1_1_tests"]}
-    cells["q1_3_tests"] = type(cells["q1_3_tests"])(0.0, 2.5, "failed", "", 0.0)
+    cells["q1_3_tests"] = type(cells["q1_3_tests"])(0.0, "failed", "")
     broken = type(result)(**{**vars(result), "cells": cells})
     with pytest.raises(cluster.GradingError, match="another version"):
         gradebook.merge(course, {"wrong": broken})

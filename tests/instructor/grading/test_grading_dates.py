@@ -3,7 +3,6 @@
 import pytest
 
 from instructor.grading.class_.dates import read_date, time_zone
-from instructor.grading.submission.exceptions import explain
 from instructor.grading.submission.harmless import with_policy
 from instructor.grading.submission.results import GradingError
 
@@ -34,11 +33,6 @@ def test_what_is_no_date_is_refused(text):
 def test_a_zone_that_does_not_exist_is_refused():
     with pytest.raises(GradingError, match="no time zone"):
         time_zone("Mars/Olympus")
-
-
-def test_sys_exit_is_told_as_a_call_that_ends_a_program():
-    status, words = explain(SystemExit(0))
-    assert status == "error" and "sys.exit(0)" in words
 
 
 def test_a_pages_policy_knows_no_script_of_its_cells():

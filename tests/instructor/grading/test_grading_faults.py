@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import asdict
 
 import nbformat
 import pytest
@@ -96,7 +97,7 @@ def test_an_odd_file_gets_its_points_whatever_its_student_is_called(suite_lab, f
     student = "../o'neil; rm -rf ~\n李小龍" + "a" * 200
     result = grade_notebook(suite_lab, ODD_FILES[name](answered_notebook(suite_lab)), **QUICK, student=student)
     assert _points(result) == full_points and not result.flags
-    json.dumps(result.as_json(), ensure_ascii=False).encode()
+    json.dumps(asdict(result), ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(

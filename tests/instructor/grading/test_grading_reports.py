@@ -9,7 +9,7 @@ import pytest
 
 from instructor.course import Course
 from instructor.grading.class_.feedback import finish_pages, finished_page, question_titles
-from instructor.grading.class_.intake import meant
+from instructor.grading.class_.intake import suggestion
 from instructor.grading.class_.late import LateDays
 from instructor.grading.class_.platforms import (
     canvas_rows,
@@ -74,10 +74,10 @@ def test_an_answer_cell_as_it_was_released_is_no_answer():
         "q2_2_tests": "Question 2.2: got 3, not 4",
         "q2_2_bytes_tests": "Question 2.2 is not answered yet.",
     }
-    cells = {name: CellResult(0.0, 4.0, "failed", message, 1.0) for name, message in said.items()}
-    cells["q2_3_tests"] = CellResult(0.0, 4.0, "missing", "", 0.0)
-    cells["q3_1_pairs_tests"] = CellResult(4.0, 4.0, "passed", "", 1.0)
-    cells["q3_1_cost_tests"] = CellResult(0.0, 4.0, "failed", "Question 3.1 is not answered yet.", 1.0)
+    cells = {name: CellResult(0.0, "failed", message) for name, message in said.items()}
+    cells["q2_3_tests"] = CellResult(0.0, "missing", "")
+    cells["q3_1_pairs_tests"] = CellResult(4.0, "passed", "")
+    cells["q3_1_cost_tests"] = CellResult(0.0, "failed", "Question 3.1 is not answered yet.")
     student = _student("ada", {question_of(name): 0.0 for name in cells} | {"q3_1": 2.0})
     _take_messages(student, SubmissionResult("ada", "lab1", cells, (), {}, ""))
     states = {question: student.state(question) for question in student.most}
@@ -139,8 +139,8 @@ def test_moodle_takes_every_row_of_its_form(tmp_path):
 
 def test_a_name_that_is_not_there_is_answered_with_those_that_are_close():
     known = ["O'Brien Ada_101", "Jos\u00e9 N\u00fa\u00f1ez_102", "ben_17"]
-    assert meant(["ada"], known) == ' Did you mean "O\'Brien Ada_101"?'
-    assert meant(["bne_17"], known) == " Did you mean 'ben_17'?" and meant(["zoe"], known) == ""
+    assert suggestion(["ada"], known) == ' Did you mean "O\'Brien Ada_101"?'
+    assert suggestion(["bne_17"], known) == " Did you mean 'ben_17'?" and suggestion(["zoe"], known) == ""
 
 
 def test_people_are_found_for_the_folders_of_platforms(tmp_path):
