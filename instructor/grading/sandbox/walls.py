@@ -104,20 +104,19 @@ def _uncovering_folder(needed: list[str]) -> str:
     raise OSError("no folder is free to build a root in: the environment is below each of /tmp, /mnt and /srv")
 
 
-def build_root(
-    visible: list[str], course: dict[str, str], hidden: list[str], limits: Limits, walls: dict[str, str]
-) -> None:
+def build_root(visible: list[str], assets: str, hidden: list[str], limits: Limits, walls: dict[str, str]) -> None:
     """Make a root folder with only what a submission may see, read-only except for its scratch folder, and enter it.
 
     Args:
         visible: folders and files that keep their place.
-        course: name in the scratch folder -> path, of what students have next to their notebook.
+        assets: a folder that keeps its place, and is in the scratch folder, too, where students have it.
         hidden: folders that an empty one covers where a visible folder contains them.
         limits: the sizes of the scratch folders, and whether GPUs are visible.
         walls: wall -> what it stands by; this function adds to it.
     """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    root = _uncovering_folder([*visible, *course.values(), os.getcwd()])
+    visible = [*visible, assets]
+    root = _uncovering_folder([*visible, os.getcwd()])
     _mount("root", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=4m,mode=755")
     # First, since a visible path may be below /tmp.
     for folder, size in ((SCRATCH, limits.scratch_mb), ("/tmp", limits.scratch_mb), ("/out", limits.output_mb)):
@@ -140,8 +139,7 @@ def build_root(
     for name in (*DEVICES, *nvidia):
         if os.path.exists(f"/dev/{name}"):
             _bind(f"/dev/{name}", f"{root}/dev/{name}", devices=True)
-    for name, path in course.items():
-        _bind(path, f"{root}{SCRATCH}/{name}")
+    _bind(assets, f"{root}{SCRATCH}/assets")
     os.makedirs(f"{root}/proc", exist_ok=True)
     os.makedirs(f"{root}/old")
     os.chdir(root)

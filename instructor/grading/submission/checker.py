@@ -15,9 +15,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import nbformat
+import numpy as np
 import torch
 
 from instructor.checks.common import draw_for
@@ -27,7 +27,6 @@ from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, e
 from instructor.grading.submission.plan import Plan, Step, Unreadable, make_plan, not_graded, python_of, question_title
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.results import CellResult, Flag, Job, SubmissionResult
-from instructor.grading.wire.channel import Channel
 
 MAX_RESTARTS = 12
 MAX_SHOWN = 20_000  # characters of what a test prints
@@ -39,14 +38,6 @@ _WHY_GONE = {
 }
 
 
-class StudentProcess(NamedTuple):
-    """A student's process that has just started behind its walls."""
-
-    channel: Channel
-    walls: dict[str, str]  # wall -> what it stands by
-    end: Callable[[], None]
-
-
 class Checker:
     """Grades one submission.
 
@@ -56,19 +47,18 @@ class Checker:
         start: starts a student's process; with `clean=True` one that gets no cell of theirs.
     """
 
-    def __init__(self, job: Job, base: dict, start: Callable[..., StudentProcess]):
+    def __init__(self, job: Job, base: dict, start: Callable[..., Remote]):
         self.job, self.base, self.start = job, base, start
         self.ends = time.monotonic() + job.total
         self.walls: dict[str, str] = {}
         self.cells: dict[str, CellResult] = {}
-        self.shown: dict[str, int] = {}  # cell -> characters of what it shows
+        self.room = MAX_NOTEBOOK  # characters that cells may still show
         self.flags: dict[str, Flag] = {}  # question -> how it broke the protocol
         self.fates: dict[str, tuple[str, str]] = {}  # question -> (status, message) of a cell that hung or died
         self.ran: list[Step] = []
         self.restarts = 0
-        self.process: StudentProcess | None = None  # None once there were too many restarts
-        self.remote: Remote | None = None
-        self.clean: tuple[StudentProcess, Remote] | None = None  # of the test cell
+        self.remote: Remote | None = None  # None once there were too many restarts
+        self.clean: Remote | None = None  # of the test cell
         self.student_texts: list[str] = []  # of files that are answers to the question that is tested
         self.testing = False
 
@@ -120,18 +110,13 @@ class Checker:
 
     def _start_student(self) -> None:
         """Start a student's process in which no cell has run."""
-        self.process = self.start()
-        self.walls = self.process.walls
-        self.remote = Remote(self.process.channel)
+        self.remote = self.start()
+        self.walls = self.remote.walls
 
     def _stop_student(self) -> None:
-        if self.process is not None:
-            self._end(self.process)
-            self.process = self.remote = None
-
-    def _end(self, process: StudentProcess) -> None:
-        process.end()
-        process.channel.close()
+        if self.remote is not None:
+            self.remote.close()
+            self.remote = None
 
     def _restart(self) -> None:
         """Start again after a cell that hung or died: run the cells before it, without it, in a new process."""
@@ -153,7 +138,7 @@ class Checker:
         if self.remote is None:
             raise Gone("killed")
         self.remote.within(self._left())
-        return self.remote.ask({"op": "run", "cell": step.name, "source": step.source})[0]
+        return self.remote.ask({"op": "run", "source": step.source})[0]
 
     def _run(self, step: Step) -> None:
         """Run a cell of the student's and keep what it shows."""
@@ -162,9 +147,8 @@ class Checker:
             return
         try:
             reply = self._run_there(step)
-            self.shown.pop(step.name, None)  # a cell that runs again shows its outputs in place of the old ones
-            outputs = clean_outputs(reply.get("outputs"), MAX_NOTEBOOK - sum(self.shown.values()))
-            self.shown[step.name] = output_size(outputs)
+            outputs = clean_outputs(reply.get("outputs"), self.room)
+            self.room -= output_size(outputs)
             if resource := reply.get("exhausted"):
                 message = f"The cell {step.name} leaves too little for those after it: {str(resource)[:100]}."
                 self.fates.setdefault(step.question, ("killed", message))
@@ -198,27 +182,15 @@ class Checker:
         seed = int.from_bytes(os.urandom(6), "little")  # the student's process has the state of the setup cell
         torch.manual_seed(seed)
         random.seed(seed)
-        with contextlib.suppress(ImportError):
-            import numpy
-
-            numpy.random.seed(seed % 2**32)
+        np.random.seed(seed % 2**32)
         os.chdir(self.folder)
         sys.addaudithook(refuse_to_run(self.student_texts, lambda: self.testing))
 
     def _run_elsewhere(self, module: str, name: str, args: tuple, kwargs: dict):
         """Run a function of the course, which takes a student's text, in a process where no cell of theirs has run."""
-        if self.clean is None:
-            process = self.start(clean=True)
-            self.clean = process, Remote(process.channel)
-        clean = self.clean[1]
-        clean.within(max(self.remote.deadline - time.monotonic(), 1.0) if self.remote else self.job.timeout)
-        return clean.call(["ref", module, name], args, kwargs)
-
-    def _end_clean(self) -> None:
-        """End the process that ran a student's text for a test cell."""
-        if self.clean is not None:
-            self._end(self.clean[0])
-            self.clean = None
+        self.clean = self.clean or self.start(clean=True)
+        self.clean.within(max(self.remote.deadline - time.monotonic(), 1.0) if self.remote else self.job.timeout)
+        return self.clean.call(["ref", module, name], args, kwargs)
 
     def _test(self, step: Step) -> None:
         """Run a test cell and give its points."""
@@ -281,13 +253,15 @@ class Checker:
             verdict = explain(error)
         finally:
             self.testing = False
-            self._end_clean()
+            if self.clean is not None:
+                self.clean.close()
+                self.clean = None
         return (*verdict, "".join(remote.shown)[:MAX_SHOWN] + shown.getvalue()[:MAX_SHOWN])
 
     def _show_as_submitted(self, step: Step) -> None:
         """Keep the tables and plots that came along, for whoever grades the answers in words; and say so."""
-        shown = clean_outputs(step.submitted, MAX_NOTEBOOK - sum(self.shown.values()))
-        self.shown[step.name] = output_size(shown)
+        shown = clean_outputs(step.submitted, self.room)
+        self.room -= output_size(shown)
         if shown:
             note = {"output_type": "stream", "name": "stdout", "text": "[not run when graded; as submitted]\n"}
             step.cell.outputs = [nbformat.from_dict(output) for output in (note, *shown[:50])]

@@ -84,7 +84,7 @@ class Enclosure:
         if self.own_root:
             options = self.warm.options
             try:
-                walls.build_root(options.visible, options.course, options.hidden, options.limits, self.walls)
+                walls.build_root(options.visible, options.assets, options.hidden, options.limits, self.walls)
             except OSError as error:
                 self.walls["files"] = f"none ({error})"
                 self.own_root = False

@@ -36,7 +36,6 @@ KEPT = (
     *("LANG", "LC_ALL", "TZ", "PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "XPU_DEVICE"),
     *("TRITON_PTXAS_PATH", "PYTHONDONTWRITEBYTECODE"),
 )
-COURSE = ("assets",)  # folders that students have next to their notebook
 WARM_SECONDS = 600.0  # limit for the start of a warm process
 CALIBRATION_SECONDS = 3600.0  # limit for grading the model answers once
 CALIBRATION_CELL = 300.0  # limit for one cell of them, or the tests of one question
@@ -70,10 +69,9 @@ class Zygote:
         )
         theirs.close()
         self.channel = Channel(ours)
-        course = {name: str(ROOT / name) for name in COURSE if (ROOT / name).exists()}
-        visible = [*walls.visible_paths(), str(ROOT / "utils"), *(str(ROOT / name) for name in COURSE)]
+        visible, assets = [*walls.visible_paths(), str(ROOT / "utils")], str(ROOT / "assets")
         answers = dict(ANSWERS.get(built.name, {}))
-        warm_up = WarmUp(setup_cells(built), self.folder.name, visible, course, hidden_paths(), limits, answers)
+        warm_up = WarmUp(setup_cells(built), self.folder.name, visible, assets, hidden_paths(), limits, answers)
         try:
             self.channel.send({"op": "warm up"}, [pickle.dumps(warm_up)])
             self.channel.receive(time.monotonic() + WARM_SECONDS)
@@ -252,8 +250,6 @@ def grade_notebook(
         student: who handed it in.
         limits: what the submission may use.
     """
-    if timeout <= 0:
-        raise ValueError(f"timeout is {timeout} s; it should be more than 0.")
     limits = limits or walls.Limits()
     calibration = calibrate(built, limits)
     data = notebook.encode("utf-8", errors="surrogatepass") if isinstance(notebook, str) else notebook

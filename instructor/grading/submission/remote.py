@@ -58,12 +58,13 @@ class Remote:
 
     Args:
         channel: to the process.
+        walls: wall -> what it stands by.
+        end: ends the process.
     """
 
-    def __init__(self, channel: Channel):
-        self.channel, self.number = channel, 0
+    def __init__(self, channel: Channel, walls: dict[str, str] | None = None, end: Callable = lambda: None):
+        self.channel, self.walls, self.end, self.number = channel, walls or {}, end, 0
         self.deadline = 0.0
-        self.shown: list[str] = []
         self.forget()
 
     def forget(self) -> None:
@@ -73,7 +74,12 @@ class Remote:
         self.tensors: dict[int, torch.Tensor] = {}  # sent, by key
         self.versions: dict[int, int] = {}
         self.keys: dict[int, int] = {}  # the address of a tensor -> its key
-        self.shown = []
+        self.shown: list[str] = []  # what calls print
+
+    def close(self) -> None:
+        """End the process, and the channel to it."""
+        self.end()
+        self.channel.close()
 
     def within(self, seconds: float) -> None:
         """Set the deadline of all requests from now on."""

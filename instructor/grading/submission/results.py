@@ -68,7 +68,7 @@ class WarmUp:
     setup: list[tuple[str, str]]  # (id, source) of the code cells before the first answer
     folder: str  # the warm process's working folder
     visible: list[str]  # paths that a student's process may read
-    course: dict[str, str]  # name in the scratch folder -> path, of what students have next to their notebook
+    assets: str  # the folder that students have next to their notebook
     hidden: list[str]  # folders that an empty one covers wherever a visible path contains them
     limits: Limits
     answers: dict[str, list[str]]  # module of the course -> functions in it that a student may not call

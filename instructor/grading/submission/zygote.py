@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -32,6 +33,7 @@ import psutil
 from instructor.grading.sandbox import walls
 from instructor.grading.submission import checker
 from instructor.grading.submission.enclosure import Enclosure
+from instructor.grading.submission.remote import Remote
 from instructor.grading.submission.results import Job, WarmUp, how_it_ended
 from instructor.grading.submission.warmup import Warm, warm_up
 from instructor.grading.wire.channel import Channel, Closed
@@ -88,11 +90,8 @@ def _grade(descriptor: int, warm: Warm, warden: socket.socket) -> None:
         channel = Channel(socket.socket(fileno=descriptor))
         job: Job = pickle.loads(channel.receive()[1][0])
 
-        def start(clean: bool = False) -> checker.StudentProcess:
-            return _ask_for_student(warden, clean)
-
         try:
-            result = checker.Checker(job, warm.names(), start).grade()
+            result = checker.Checker(job, warm.names(), functools.partial(_ask_for_student, warden)).grade()
             # As a blob: a notebook with its pictures may be longer than the header of a frame may be.
             channel.send({"op": "graded"}, [json.dumps(asdict(result)).encode()])
         except BaseException as error:
@@ -102,7 +101,7 @@ def _grade(descriptor: int, warm: Warm, warden: socket.socket) -> None:
         os._exit(1)
 
 
-def _ask_for_student(warden: socket.socket, clean: bool = False) -> checker.StudentProcess:
+def _ask_for_student(warden: socket.socket, clean: bool = False) -> Remote:
     """Have a warden start a student's process, or a clean one, which runs no cell and so needs no setup."""
     ours, theirs = socket.socketpair()
     socket.send_fds(warden, [CLEAN if clean else START], [theirs.fileno()])
@@ -115,7 +114,7 @@ def _ask_for_student(warden: socket.socket, clean: bool = False) -> checker.Stud
         socket.send_fds(warden, [KILL + struct.pack("<I", answer["process"])], [])
         Channel(warden).receive()
 
-    return checker.StudentProcess(Channel(ours), answer["walls"], end)
+    return Remote(Channel(ours), answer["walls"], end)
 
 
 # ---- the warden --------------------------------------------------------------------------------------------------

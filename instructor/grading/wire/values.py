@@ -21,6 +21,7 @@ _from_buffer = torch.frombuffer  # the original: the checker's watch replaces it
 Node = list | bool | int | float | str | None
 MAX_DEPTH, MAX_NODES = 32, 200_000  # of one value
 MAX_BITS = 10_000  # of an integer
+CONTAINERS: dict[str, Callable] = {"list": list, "tuple": tuple, "size": torch.Size, "set": set}
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -79,9 +80,9 @@ class Encoder:
             if value.bit_length() > MAX_BITS:
                 raise WireError("the integer has too many digits")
             return value
-        if kind in (list, tuple, torch.Size, set, frozenset):
-            name = {torch.Size: "size", frozenset: "set"}.get(kind, kind.__name__)
-            return [name, [self(item, depth + 1) for item in value]]
+        if kind in (*CONTAINERS.values(), frozenset):
+            name = next((name for name, known in CONTAINERS.items() if known is kind), "set")
+            return ["items", name, [self(item, depth + 1) for item in value]]
         if kind in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
             return ["dict", [[self(k, depth + 1), self(v, depth + 1)] for k, v in value.items()]]
         if kind is fractions.Fraction:
@@ -202,17 +203,8 @@ class Decoder:
         self.used.add(index)
         return self.blobs[index]
 
-    def _read_list(self, depth, items):
-        return [self(item, depth) for item in _exactly(items, list)]
-
-    def _read_tuple(self, depth, items):
-        return tuple(self._read_list(depth, items))
-
-    def _read_size(self, depth, items):
-        return torch.Size(self._read_list(depth, items))
-
-    def _read_set(self, depth, items):
-        return set(self._read_list(depth, items))
+    def _read_items(self, depth, kind, items):
+        return CONTAINERS[kind]([self(item, depth) for item in _exactly(items, list)])
 
     def _read_dict(self, depth, pairs):
         return {self(k, depth): self(v, depth) for k, v in _exactly(pairs, list)}

@@ -261,7 +261,7 @@ def test_forged_views_are_refused(view):
         {"value": ["known", 99]},
         {"written": [99]},
         {"value": ["object", {"id": 5, "kind": "block_mask", "parts": {"mask_mod": None}}]},
-        {"op": "callback", "id": 0, "vmaps": [], "written": [], "args": ["tuple", []], "kwargs": ["dict", []]},
+        {"op": "callback", "id": 0, "vmaps": [], "written": [], "args": ["items", "tuple", []], "kwargs": ["dict", []]},
     ],
 )
 def test_a_forged_reply_under_vmap_ends_the_question_and_not_the_run(change):

@@ -156,10 +156,11 @@ BYTES = [bytearray(8)]
 @pytest.mark.parametrize(
     "node",
     [
-        *({}, [], [3], ["nothing"], ["__class__"], ["_data", 0], ["list", {}], ["list", None]),
-        ["dict", [[["list", []], None]]],
+        *({}, [], [3], ["nothing"], ["__class__"], ["_data", 0], ["items", "list", {}], ["items", "list", None]),
+        *(["items", [], []], ["items", "dict", []], ["items", "__class__", []]),
+        ["dict", [[["items", "list", []], None]]],
         ["dtype", "object"],
-        ["size", ["x"]],
+        ["items", "size", ["x"]],
         ["object", {"id": 1}],
         *(["own", 1], ["known", 1], ["ref", "os", "system"], ["pickle", 0], ["namespace", []]),
         ["numpy", "|O8", [1], False, 0],
@@ -258,7 +259,7 @@ def test_bytes_are_taken_once():
     encode = Encoder()
     node = encode(torch.ones(4))
     with pytest.raises(WireError, match="two values name the same bytes"):
-        Decoder(encode.blobs)(["list", [node, node]])
+        Decoder(encode.blobs)(["items", "list", [node, node]])
 
 
 def test_the_corner_of_a_padded_result_travels_without_the_rest():
