@@ -1,5 +1,6 @@
 """Each wall, tried from inside; and what the plan of a submission leaves out."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -8,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict
+import types
 from pathlib import Path
 
 import nbformat
@@ -18,6 +19,7 @@ import pytest
 from instructor.build import ROOT, build_lab
 from instructor.course import answered_notebook
 from instructor.grading.sandbox.walls import Limits
+from instructor.grading.submission import engine
 from instructor.grading.submission.engine import calibrate, grade_notebook, setup_cells, zygote
 from instructor.grading.submission.plan import make_plan, names_taken, plan_tests, used_names
 from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult, how_it_ended
@@ -254,7 +256,7 @@ def test_the_setup_is_what_stands_before_the_first_answer(small_lab, lab1):
 
 def test_a_result_survives_its_form_as_json():
     good = SubmissionResult("ada", "lab1", {"q1_1_tests": CellResult(1.0, "passed", "")}, (), {}, "{}")
-    said = json.loads(json.dumps(asdict(good)))
+    said = json.loads(json.dumps(dataclasses.asdict(good)))
     assert SubmissionResult.from_json(said) == good
     with pytest.raises(GradingError, match="not well formed"):
         SubmissionResult.from_json({**said, "of an older version": 1})
@@ -282,6 +284,21 @@ def test_a_checker_that_ends_without_an_answer_is_named_with_how(small_lab):
         "SIGSEGV",
         "1",
     ]
+
+
+@pytest.mark.slow
+def test_a_check_that_never_returns_costs_its_submission_alone(small_lab, monkeypatch):
+    tests = small_lab.instructor.replace("for hidden_seed in (3, 17):", r"while True: hidden_seed = 3\nfor _ in ():")
+    lab = dataclasses.replace(small_lab, instructor=tests)
+    for name, value in (
+        ("calibrate", lambda built, limits: types.SimpleNamespace(seconds=1.0)),
+        ("total_seconds", lambda model, timeout: 5.0),
+        ("GRACE", 5.0),
+    ):
+        monkeypatch.setattr(engine, name, value)
+    result = grade_notebook(lab, answered_notebook(lab))
+    assert [flag.kind for flag in result.flags] == ["not graded"] and "longer than the 10 s" in result.flags[0].detail
+    assert [flag.kind for flag in grade_notebook(lab, b"").flags] == ["unreadable"]  # the warm process goes on
 
 
 @pytest.mark.slow
