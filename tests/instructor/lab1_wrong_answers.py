@@ -495,6 +495,10 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 -    return math.ceil(weights / cache_of_one)
 +    return weights / cache_of_one
 
+# %% bonus_3_5: one more than equality => the two are equal | that is enough
+-    return math.ceil(weights / cache_of_one)
++    return int(weights / cache_of_one) + 1
+
 # %% q4_2: writes into its input => changed one of its inputs | writes into x
 -    return 0.5 * x * (1 + torch.tanh(inner))
 +    return x.mul_(0.5 * (1 + torch.tanh(inner)))

@@ -316,3 +316,6 @@ def decode_floor(decode_floor_ms, break_even_batch, seed=None):
                     "A batch is an integer.": batches,
                 },
             )
+    size = draw.choice((0.5, 1, 4))  # a power of two, so that nothing is rounded
+    what, hint = f"break_even_batch(1520, GEMMA_CONFIG, {size}, {size})", "At 16 the two are equal, and that is enough."
+    expect_value(break_even_batch(1520, GEMMA_CONFIG, size, size), 16, "", what, {hint: 17})

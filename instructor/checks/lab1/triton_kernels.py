@@ -120,7 +120,7 @@ def flash_triton(source: str, seed=None):
     """Check the kernel `flash_kernel` of this source text: values, tails, strides, and no access out of bounds."""
     draw = Draw(seed)
     for words, (queries, keys, size), (block_m, block_n), factor, tokens_first, dtype in (
-        ("whole blocks", (32, 64, 16), (16, 32), 1.0, False, torch.float32),
+        ("whole blocks", (32, 64, 64), (16, 32), 1.0, False, torch.float32),
         (
             "one block, of three keys, scores far below 0",
             (draw.size(17, 31), 3, 16),

@@ -237,10 +237,10 @@ def check_decode_floor(decode_floor_ms, break_even_batch):
     got = decode_floor_ms(8, 1000, GEMMA_CONFIG, 4.0, 1, 2)
     expect_number(got, 0.0469402, rel=1e-5, unit="ms", what=what, mistakes=known)
     below, real = "At this batch the cache traffic is still the smaller.", "A batch is an integer."
-    for weight_bytes, cache_bytes, right, known in (
-        (1, 2, 10, {below: 9, real: 9.168539325842696, own: 19, window: 6}),
-        (2, 2, 19, {below: 18, real: 18.337078651685392, window: 11}),
+    for length, weight_bytes, cache_bytes, right, known in (
+        (1000, 1, 2, 10, {below: 9, real: 9.168539325842696, own: 19, window: 6}),
+        (1520, 2, 2, 16, {"At 16 the two are equal, and that is enough.": 17, window: 8}),
     ):
-        got = break_even_batch(1000, GEMMA_CONFIG, weight_bytes, cache_bytes)
-        what = f"break_even_batch(1000, GEMMA_CONFIG, {weight_bytes}, {cache_bytes})"
+        got = break_even_batch(length, GEMMA_CONFIG, weight_bytes, cache_bytes)
+        what = f"break_even_batch({length}, GEMMA_CONFIG, {weight_bytes}, {cache_bytes})"
         expect_number(got, right, rel=0, what=what, mistakes=known)
