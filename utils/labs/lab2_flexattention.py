@@ -177,9 +177,8 @@ def check_sparse_mask(mod: Callable) -> None:
     if seen.triu(1).any():
         print("✗ your mask: it is not causal any more.")
     elif share > 1 / 8 or empty:
-        print(
-            f"… your mask: {share:.0%} of the causal pairs, {empty} of 55 blocks are empty. Let keys through at a distance."
-        )
+        hint = "Let keys through at a distance." if empty else "Let fewer pairs through."
+        print(f"… your mask: {share:.0%} of the causal pairs, {empty} of 55 blocks are empty. {hint}")
     else:
         print(
             f"✓ your mask: {share:.0%} of the causal pairs, and a kernel has to compute every block: it saves nothing."

@@ -99,7 +99,7 @@ def plot_roofline(
     figure, (axes,) = open_axes(ax, (7.4 + 3.2 * list_columns(len(points)), 4.7))
     _limits(axes, roofs, slope, points)
     layer = LabelLayer(axes, names=len(points))
-    _draw_roofs(axes, layer, roofs, slope, prefix)
+    _draw_roofs(axes, layer, roofs, slope, prefix, points)
     _draw_points(axes, layer, points)
     layer.list_names()
     name_axes(
@@ -166,7 +166,7 @@ def _limits(ax: Any, roofs: list[_Roof], slope: float, points: list[_Point]) -> 
     log_axis(ax.yaxis, bottom, top)
 
 
-def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: str) -> None:
+def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: str, points: list[_Point]) -> None:
     low, high = ax.get_xlim()
     bottom, _ = ax.get_ylim()
     main = roofs[0]
@@ -192,7 +192,10 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: s
     at = (math.log(main.ridge) - math.log(low)) / (math.log(high) - math.log(low))
     for x, ha, words in ((at - edge / 2, "right", "memory-bound"), (at + edge / 2, "left", "compute-bound")):
         ax.text(x, 0.02, words, transform=ax.transAxes, ha=ha, va="bottom", fontsize=SMALL, color=SOFT, style="italic")
-    along = start * (main.ridge / start) ** 0.6
+    # Where it hides no point above the slope.
+    places = [start * (main.ridge / start) ** share for share in (0.6, 0.3, 0.8)]
+    beyond = [point.intensity for point in points if point.beyond]
+    along = max(places, key=lambda x: min((abs(math.log(x / i)) for i in beyond), default=0.0))
     layer.add_along(f"{plain(slope)} {prefix}B/s", (along, along * slope), fontweight="bold")
 
 
