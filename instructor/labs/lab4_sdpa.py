@@ -1449,7 +1449,7 @@ beside_guess("a scale for each token saves a third of the error from", saved[0] 
 grid = load_grid()
 display(grid.groupby(["kind", "backend"])["status"].value_counts().unstack(fill_value=0))
 columns = ["shape", *SHAPE, "backend", "status", "is_default", "ms", "gb_s", "kernels"]
-show(grid[grid["backend"] == "cudnn"].sort_values("shape")[columns].iloc[[0, -1]].T.reset_index(names="column"), "column")
+show(grid[grid["backend"] == "cudnn"].sort_values("shape")[columns].set_index("shape").iloc[[0, -1]].T.reset_index(names="shape"), "shape")
 
 # %% [markdown]
 # Three functions of such a table come with the lab, and count rows with `status` "ok" alone. `fastest(grid)` is the backend with the

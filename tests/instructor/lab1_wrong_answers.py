@@ -201,6 +201,8 @@ WRONG_ANSWERS = [
         ("one cache", (_FLOOR, "(weights * weight_bytes + cache * cache_bytes)"), "own cache"),
         ("cache in the weights' format", (_FLOOR, "(weights + batch * cache) * weight_bytes"), "own bytes"),
         ("break-even rounded down", ("math.ceil(weights /", "math.floor(weights /"), "still the smaller"),
+        ("break-even not rounded", ("math.ceil(weights / cache_of_one)", "weights / cache_of_one"), "is an integer"),
+        ("one above equality", ("math.ceil(weights /", "1 + math.floor(weights /"), "that is enough"),
     ),
     *mistakes(
         "q4_1",
@@ -490,14 +492,6 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 # %% bonus_3_5: no window in the floor => at most their window
 -        min(length, config.sliding_window) if kind == "sliding_attention" else length for kind in config.layer_types
 +        length for kind in config.layer_types
-
-# %% bonus_3_5: break-even not rounded => A batch is an integer
--    return math.ceil(weights / cache_of_one)
-+    return weights / cache_of_one
-
-# %% bonus_3_5: one more than equality => the two are equal | that is enough
--    return math.ceil(weights / cache_of_one)
-+    return int(weights / cache_of_one) + 1
 
 # %% q4_2: writes into its input => changed one of its inputs | writes into x
 -    return 0.5 * x * (1 + torch.tanh(inner))

@@ -74,8 +74,7 @@ def backend_map() -> Card:
         card.text(258, top + 10, row["call"], size=9, ha="right")
         for x, backend in enumerate(BACKENDS):
             works = row[backend] == "runs"
-            fill = edges[backend] if works else PAPER
-            card.box(276 + 118 * x, top, 108, 20, fill=fill, edge=edges[backend])
+            card.box(276 + 118 * x, top, 108, 20, fill=edges[backend] if works else PAPER, edge=edges[backend])
             color = SOFT if not works else INK if backend == "efficient" else PAPER  # white on orange is hard to read
             card.text(330 + 118 * x, top + 10, "runs" if works else "refused", size=8.5, color=color)
     return card

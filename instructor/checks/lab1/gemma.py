@@ -32,11 +32,7 @@ def _draw_config(draw: Draw) -> SimpleNamespace:
 
 
 def _pairs(query_len: int, kv_len: int, window: int | None) -> int:
-    visible = 0
-    for p in range(kv_len - query_len, kv_len):
-        first = 0 if window is None else max(0, p - window + 1)
-        visible += p - first + 1
-    return visible
+    return sum(p + 1 if window is None else min(p + 1, window) for p in range(kv_len - query_len, kv_len))
 
 
 @check("3.1", "Attended pairs")

@@ -86,7 +86,7 @@ def check_attention_memory(score_bytes, longest_length):
         got, what = score_bytes(3, 4, 1000, kind), f"score_bytes(3, 4, 1000, {kind})"
         expect_number(got, 12e6 * size, rel=0, unit="bytes", what=what, mistakes=known)
     for arguments, right, both, square in (
-        ((10**9, 1, 1, FP32), 11180, 15811, 125_000_000),
+        ((3 * 10**9, 1, 1, FP32), 19364, 27386, 375_000_000),
         ((10**9, 2, 5, BF16), 5000, 7071, 25_000_000),
     ):
         known = {
@@ -94,7 +94,7 @@ def check_attention_memory(score_bytes, longest_length):
             "One more does not fit.": right + 1,
             "A longer one fits.": right - 1,
             "Memory grows with the square of the length.": square,
-            "A length is an integer.": 11180.339887498949,
+            "A length is an integer.": 19364.916731037085,
             "Each head of each sequence has scores of its own.": 15811 if right == 5000 else -1,
         }
         got, what = longest_length(*arguments), f"longest_length{arguments}"
