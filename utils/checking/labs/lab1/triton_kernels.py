@@ -47,10 +47,9 @@ def run_cases(
 def _launched(source: str, launcher: str, cases: dict[str, tuple]) -> dict[str, torch.Tensor]:
     """Return what the student's file computes by its own launcher, every tl.dot in full precision."""
     if raises_not_implemented(source):
-        unwritten = source.count("raise NotImplementedError")
-        raise AssertionError(
-            f"not answered yet: {unwritten} of 2 gaps in {launcher}_triton.py still say raise NotImplementedError()."
-        )
+        gaps = f"{source.count('raise NotImplementedError')} of 2 gaps in {launcher}_triton.py"
+        raise AssertionError(f"not answered yet: {gaps} still say raise NotImplementedError().")
+    assert f"def {launcher}(" in source, f"{launcher}_triton.py defines no {launcher}: keep its name and arguments"
     assert find_spec("triton"), "Triton is not installed here (it exists for Linux), so the kernel waits for grading"
     results = run_cases(source, f"{launcher}_triton.py", launcher, cases)
     return {name: output for name, (output, _) in results.items()}
