@@ -256,8 +256,8 @@ def plot_pages() -> None:
     """Draw what decoding over pages took on an H200, beside the same cache in one piece."""
     record = json.loads((H200 / "decode_pages.json").read_text())
     rows = {f"{row['batch']} x {row['keys']} tokens": pd.Series(row["us"]) for row in record["rows"]}
-    tables = {name: us.rename_axis("way").rename("us").reset_index() for name, us in rows.items()}
-    plot_bars(tables, ["us"], title=f"Microseconds, recorded on {record['environment']['gpu']}, not measured here")
+    tables = {name: us.rename_axis("way").rename("µs").reset_index() for name, us in rows.items()}
+    plot_bars(tables, ["µs"], title=f"Microseconds, recorded on {record['environment']['gpu']}, not measured here")
 
 
 __all__ = [name for name in globals() if not name.startswith("_") and name not in ("annotations", "session")]
