@@ -259,6 +259,8 @@ WRONG_ANSWERS = [
         ("scores linear", ("batch * heads * length * length", "batch * heads * length"), "One score for each pair"),
         ("scores in fp32", ("length * length * dtype.itemsize", "length * length * 4"), _DTYPE),
         ("both matrices", ("batch * heads * length * length", "2 * batch * heads * length * length"), "One matrix"),
+        ("longest is linear", ("math.isqrt(memory", "(memory"), "square of the length"),
+        ("longest rounded", ("math.isqrt(memory_bytes // ", "round(memory_bytes**0.5 / math.sqrt"), "does not fit"),
         ("longest by one too many", ("* heads * dtype.itemsize))", "* heads * dtype.itemsize)) + 1"), "does not fit"),
         loses=("q5_1_memory_tests",),
     ),
@@ -522,10 +524,6 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 -    return torch.softmax(scores, dim=-1) @ v
 +    p = torch.exp(scores)
 +    return p / p.sum(-1, keepdim=True) @ v
-
-# %% q5_1 loses q5_1_memory_tests: longest is linear => square of the length
--    return math.isqrt(memory_bytes // (2 * batch * heads * dtype.itemsize))
-+    return memory_bytes // (2 * batch * heads * dtype.itemsize)
 
 # %% q5_2: (B, S, H, D) straight into SDPA => attention_bshd of q
 def attention_bshd(q, k, v):
