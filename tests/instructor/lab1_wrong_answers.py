@@ -192,6 +192,8 @@ WRONG_ANSWERS = [
         ("full layers slide", ('kind == "sliding_attention"', 'kind != "sliding_attention"'), "Which layers slide"),
         ("cache in fp32", (_CACHE, _CACHE.replace("dtype.itemsize", "4")), _DTYPE),
         ("cache of one text", (_CACHE, _CACHE.replace("batch * ", "")), "Each sequence"),
+        ("cache of query heads", (_CACHE, _CACHE.replace("key_value", "attention")), "num_key_value_heads heads"),
+        ("cache of one head", (_CACHE, _CACHE.replace("config.num_key_value_heads * ", "")), "The cache holds"),
         loses=("q3_3_bytes_tests",),
     ),
     *mistakes(
@@ -482,10 +484,6 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 # %% q3_3 loses q3_3_bytes_tests: cache without the window => at most config.sliding_window
 -        min(length, config.sliding_window) if kind == "sliding_attention" else length for kind in config.layer_types
 +        length for kind in config.layer_types
-
-# %% q3_3 loses q3_3_bytes_tests: query heads => num_key_value_heads heads
--    return 2 * batch * tokens * config.num_key_value_heads * config.head_dim * dtype.itemsize
-+    return 2 * batch * tokens * config.num_attention_heads * config.head_dim * dtype.itemsize
 
 # %% bonus_3_5: weights for each text => batch shares the weights
 -    return (weights * weight_bytes + batch * cache * cache_bytes) / (bandwidth_tb_s * 1e12) * 1e3

@@ -137,6 +137,7 @@ WRONG_ANSWERS = [
         ("never merged", (f" + {_COMBINED}", ""), "second kernel"),
         ("programs not split", ("programs * splits / units", "programs / units"), "more programs"),
         ("keys not split", ("math.ceil(kv_len / splits)", "kv_len"), "parts shorter"),
+        ("keys rounded down", ("math.ceil(kv_len / splits)", "kv_len // splits"), ("parts shorter", "decode_us")),
         ("the most splits", ("1 + costs.index(min(costs))", "most"), "not always faster"),
         (
             "the most never tried",
@@ -174,6 +175,7 @@ WRONG_ANSWERS = [
         ),
         ("scores never rounded", ("if scores:", "if False:"), "nothing was rounded at that place"),
         ("no maximum subtracted", (" - s.amax(dim=-1, keepdim=True)", ""), "Subtract the maximum"),
+        ("one maximum for all rows", ("s.amax(dim=-1, keepdim=True)", "s.max()"), ("maximum of each row", "away from")),
         ("computed in float32", (_ROUNDED, f"({_ROUNDED}).float()"), ("dtype", "float64")),
         (
             "scores rounded before they are scaled",

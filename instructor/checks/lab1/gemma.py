@@ -18,7 +18,7 @@ _UNITS = ("MACs", "FLOPs", "bytes")
 
 def _draw_config(draw: Draw) -> SimpleNamespace:
     """Draw the configuration of a model like Gemma-3 in which no two sizes are equal."""
-    kv_heads, group = draw.choice((1, 2, 3)), draw.choice((2, 4, 5))
+    kv_heads, group = draw.choice((2, 3)), draw.choice((2, 4, 5))
     return SimpleNamespace(
         hidden_size=draw.size(100, 900),
         intermediate_size=draw.size(1000, 3000),

@@ -32,7 +32,7 @@ def check_count_blocks(count_blocks):
             "A block that sticks out over the edge is not full: the kernel has to mask what is outside.": (5, 2, 1),
         }),
         (column, 3, (0, 2, 4), "a mask of 5 x 7 in which key 2 alone is seen", {edges: (0, 1, 1)}),
-        (torch.ones(4, 6, dtype=torch.bool), 2, (6, 0, 0), "a mask of 4 x 6 in which everything is seen", {
+        (torch.ones(6, 9, dtype=torch.bool), 3, (6, 0, 0), "a mask of 6 x 9 in which everything is seen", {
             "The edges of this mask are edges of blocks: nothing sticks out.": (2, 4, 0),
         }),
     ):  # fmt: skip
