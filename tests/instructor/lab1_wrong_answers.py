@@ -333,7 +333,7 @@ WRONG_ANSWERS = [
         ("maximum of the block alone", ("tl.maximum(m, tl.max(scores, 1))", "tl.max(scores, 1)"), "largest score"),
         ("maximum along the columns", ("tl.max(scores, 1)", "tl.max(scores, 0)"), "tl.max(scores, 0)"),
         ("a head left out", ("o_ptr + head * stride_oh", "o_ptr"), ("its head and its strides", "never written")),
-        ("strides of a contiguous output", ("* stride_os +", "* D +"), ("its head and its strides", "never written")),
+        ("strides of a contiguous one", ("* stride_os +", "* D +"), ("its head and its strides", "tl.store reaches")),
     ),
     *mistakes_in_text(r"""
 # %% q1_1: getattr and a spliced name => may not use

@@ -67,6 +67,8 @@ def check_gemm_triton(source: str):
         tensors = torch.randn(m, k), torch.randn(k, n)
         case = tuple(x.T.contiguous().T for x in tensors) if "transposed" in name else tensors
         cases[f"({m}, {k}) @ ({k}, {n}), {name}"] = case
+    # The launcher's C is every other column of a wider matrix here: whoever forgets a stride of it writes elsewhere.
+    source = source.replace("b.shape[1], d", "2 * b.shape[1], d").replace("a.device)", "a.device)[:, ::2]")
     for name, got in _launched(source, "gemm", cases).items():
         a, b = cases[name]
         last = (a.shape[1] - 1) // 32 * 32
@@ -74,9 +76,7 @@ def check_gemm_triton(source: str):
             "Only the last step along K is in C: is the product added to the accumulator?": a[:, last:] @ b[last:],
             "C is 0: is the result of tl.dot kept?": torch.zeros(a.shape[0], b.shape[1]),
         }
-        otherwise = "Look at the masks, at other= in the loads, and at what is added up."
-        if "transposed" in name:
-            otherwise = "Here a row is no piece of memory: each of A, B and C has two strides."
+        otherwise = "Look at the masks, at other=, and at what is added up. Each of A, B and C has two strides."
         hint = name_mistakes(got, a @ b, known, otherwise)
         expect_close(got, a @ b, rtol=1e-3, atol=1e-3, what=f"gemm of {name},", hint=hint)
 
@@ -102,11 +102,11 @@ def check_flash_triton(source: str):
         (21, 33, 3.0, torch.float32, "the last block has one key"),
         (21, 45, 60.0, torch.float32, "scores in the hundreds"),
         (19, 35, 1.0, torch.float16, "in fp16"),
-        (17, 40, 2.0, torch.float32, "heads and tokens lie the other way round in memory"),
+        (17, 40, 2.0, torch.float32, "dimensions lie the other way round in memory"),
     ):
         tensors = flash_inputs(torch.randn, queries, keys, 64, size, kind)
         if "other way" in words:
-            tensors = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors]
+            tensors = [t.permute(2, 1, 0).contiguous().permute(2, 1, 0) for t in tensors]
         name = f"flash of 3 heads, {queries} queries and {keys} keys, in blocks of 32 and 16, {words}"
         cases[name] = (*tensors, 32, 16)
     for name, got in _launched(source, "flash", cases).items():

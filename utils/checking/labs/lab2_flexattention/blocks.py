@@ -32,8 +32,8 @@ def check_count_blocks(count_blocks):
             "A block that sticks out over the edge is not full: the kernel has to mask what is outside.": (5, 2, 1),
         }),
         (column, 3, (0, 2, 4), "a mask of 5 x 7 in which key 2 alone is seen", {edges: (0, 1, 1)}),
-        (torch.ones(6, 9, dtype=torch.bool), 3, (6, 0, 0), "a mask of 6 x 9 in which everything is seen", {
-            "The edges of this mask are edges of blocks: nothing sticks out.": (2, 4, 0),
+        (torch.ones(6, 12, dtype=torch.bool), 3, (8, 0, 0), "a mask of 6 x 12 in which everything is seen", {
+            "The edges of this mask are edges of blocks: nothing sticks out.": (3, 5, 0),
         }),
     ):  # fmt: skip
         what = f"count_blocks of {what}, in blocks of {block},"
