@@ -1762,7 +1762,7 @@ plot_flash_versions(flash_table, tuple(versions))
 # %% [markdown]
 # ## When is the memory in use?
 #
-# Nothing here is graded. One number, the highest point, says *how much* memory a call needs. Each allocation and each release
+# Nothing here is graded. One number, the highest point, says *how much* memory a call needs. All allocations and releases
 # together say *which line* needs it. The next cell draws what each of the three calls holds from its start to its end, beyond its
 # inputs.
 #

@@ -74,7 +74,7 @@ break_it(READ_ONE, {"as it should be": (0, 0), "(a) the other phase": (1, 0), "(
 # ### Question 1.1: What a tile costs, and what it needs {points}
 #
 # A step of flash attention, bf16, `rows` queries over `keys` keys, head dimension `d`: $S = QK^\top$, an exponential
-# a score, $O \mathrel{+}= PV$. A cycle of one SM: 4096 FLOPs, 16 exponentials, 20 bytes loaded. $Q$ is on chip.
+# for each score, $O \mathrel{+}= PV$. A cycle of one SM: 4096 FLOPs, 16 exponentials, 20 bytes loaded. $Q$ is on chip.
 #
 # 1. `tile_cycles`: cycles of (products, exponentials, loads).
 # 2. `shared_bytes`: $Q$ of `consumers` warpgroups (64 rows each); rings for $K$ and $V$, each `stages` slots of `keys` rows.
@@ -643,7 +643,7 @@ show_recorded_fences()
 #    The simulator asks whether the order is *known*, from waits and arrivals (vector clocks), not which came first.
 # 3. The producer: all slots are free at first, so it waits for the parity of "the phase before the first" and goes on.
 # 4. Where copies under way cover the latency: latency × bandwidth of the SM (600 cycles × 20 bytes = 12 KB, 6 slots of
-#    2 KiB); more slots only wait for the bandwidth. (In the table the sixth slot gains 11 %, the seventh 3 %.)
+#    2 KiB); more slots only wait for the bandwidth. (In the table the sixth slot gains 13 %, the seventh 3 %.)
 #
 # === BEGIN MARK SCHEME ===
 # 1 point each. 1: parity = phase mod 2, and the ring keeps both sides within one phase. 2: no order between copy and

@@ -568,8 +568,8 @@ def attention_backward(q, k, v, out, lse, dout) -> tuple[torch.Tensor, torch.Ten
 # Forward did not keep $P$: for 16 heads of 16384 tokens it would be 8.6 GB in bf16, and the log-sum-exp is 1 MB. The price is one
 # product more. Forward and backward, timed:
 #
-# **Before you run.** How many times the FLOPs of forward are both passes? Will they take that many
-# times as long?
+# **Before you run.** How many times the FLOPs of forward do both passes take, and how many times its
+# time?
 
 # %%
 both_flops = None  # your line: FLOPs of both passes over those of forward
@@ -682,8 +682,8 @@ beside_guess("share of the roof, decode", rows[5]["share of roof"])
 # Decode reads the whole cache for one query. A second query, or a group that shares the keys, would ride along for nothing. That
 # is what speculative decoding and grouped-query attention live on. How many may ride?
 #
-# **Before you run.** From `queries_to_ridge`: how many queries until decode is limited by compute? Up to which number will the
-# time stay within a quarter of that of one query?
+# **Before you run.** From `queries_to_ridge`: how many queries until decode is limited by compute? Up to which number will they
+# take at most 1.25 times as long as one query?
 
 # %%
 guesses["queries that ride for at most 1.25 times the time"] = None  # a power of two
@@ -1449,7 +1449,7 @@ beside_guess("a scale for each token saves a third of the error from", saved[0] 
 grid = load_grid()
 display(grid.groupby(["kind", "backend"])["status"].value_counts().unstack(fill_value=0))
 columns = ["shape", *SHAPE, "backend", "status", "is_default", "ms", "gb_s", "kernels"]
-show(grid[grid["backend"] == "cudnn"].sort_values("shape")[columns].iloc[[0, -1]].T.reset_index(names="column"), "column")
+show(grid[grid["backend"] == "cudnn"].sort_values("shape")[columns].set_index("shape").iloc[[0, -1]].T.reset_index(names="shape"), "shape")
 
 # %% [markdown]
 # Three functions of such a table come with the lab, and count rows with `status` "ok" alone. `fastest(grid)` is the backend with the

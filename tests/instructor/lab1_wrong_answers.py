@@ -192,6 +192,8 @@ WRONG_ANSWERS = [
         ("full layers slide", ('kind == "sliding_attention"', 'kind != "sliding_attention"'), "Which layers slide"),
         ("cache in fp32", (_CACHE, _CACHE.replace("dtype.itemsize", "4")), _DTYPE),
         ("cache of one text", (_CACHE, _CACHE.replace("batch * ", "")), "Each sequence"),
+        ("cache of query heads", (_CACHE, _CACHE.replace("key_value", "attention")), "num_key_value_heads heads"),
+        ("cache of one head", (_CACHE, _CACHE.replace("config.num_key_value_heads * ", "")), "The cache holds"),
         loses=("q3_3_bytes_tests",),
     ),
     *mistakes(
@@ -201,6 +203,8 @@ WRONG_ANSWERS = [
         ("one cache", (_FLOOR, "(weights * weight_bytes + cache * cache_bytes)"), "own cache"),
         ("cache in the weights' format", (_FLOOR, "(weights + batch * cache) * weight_bytes"), "own bytes"),
         ("break-even rounded down", ("math.ceil(weights /", "math.floor(weights /"), "still the smaller"),
+        ("break-even not rounded", ("math.ceil(weights / cache_of_one)", "weights / cache_of_one"), "is an integer"),
+        ("one above equality", ("math.ceil(weights /", "1 + math.floor(weights /"), "that is enough"),
     ),
     *mistakes(
         "q4_1",
@@ -257,6 +261,8 @@ WRONG_ANSWERS = [
         ("scores linear", ("batch * heads * length * length", "batch * heads * length"), "One score for each pair"),
         ("scores in fp32", ("length * length * dtype.itemsize", "length * length * 4"), _DTYPE),
         ("both matrices", ("batch * heads * length * length", "2 * batch * heads * length * length"), "One matrix"),
+        ("longest is linear", ("math.isqrt(memory", "(memory"), "square of the length"),
+        ("longest rounded", ("math.isqrt(memory_bytes // ", "round(memory_bytes**0.5 / math.sqrt"), "does not fit"),
         ("longest by one too many", ("* heads * dtype.itemsize))", "* heads * dtype.itemsize)) + 1"), "does not fit"),
         loses=("q5_1_memory_tests",),
     ),
@@ -327,7 +333,7 @@ WRONG_ANSWERS = [
         ("maximum of the block alone", ("tl.maximum(m, tl.max(scores, 1))", "tl.max(scores, 1)"), "largest score"),
         ("maximum along the columns", ("tl.max(scores, 1)", "tl.max(scores, 0)"), "tl.max(scores, 0)"),
         ("a head left out", ("o_ptr + head * stride_oh", "o_ptr"), ("its head and its strides", "never written")),
-        ("strides of a contiguous output", ("* stride_os +", "* D +"), ("its head and its strides", "never written")),
+        ("strides of a contiguous one", ("* stride_os +", "* D +"), ("its head and its strides", "tl.store reaches")),
     ),
     *mistakes_in_text(r"""
 # %% q1_1: getattr and a spliced name => may not use
@@ -479,10 +485,6 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 -        min(length, config.sliding_window) if kind == "sliding_attention" else length for kind in config.layer_types
 +        length for kind in config.layer_types
 
-# %% q3_3 loses q3_3_bytes_tests: query heads => num_key_value_heads heads
--    return 2 * batch * tokens * config.num_key_value_heads * config.head_dim * dtype.itemsize
-+    return 2 * batch * tokens * config.num_attention_heads * config.head_dim * dtype.itemsize
-
 # %% bonus_3_5: weights for each text => batch shares the weights
 -    return (weights * weight_bytes + batch * cache * cache_bytes) / (bandwidth_tb_s * 1e12) * 1e3
 +    return batch * (weights * weight_bytes + cache * cache_bytes) / (bandwidth_tb_s * 1e12) * 1e3
@@ -490,10 +492,6 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 # %% bonus_3_5: no window in the floor => at most their window
 -        min(length, config.sliding_window) if kind == "sliding_attention" else length for kind in config.layer_types
 +        length for kind in config.layer_types
-
-# %% bonus_3_5: break-even not rounded => A batch is an integer
--    return math.ceil(weights / cache_of_one)
-+    return weights / cache_of_one
 
 # %% q4_2: writes into its input => changed one of its inputs | writes into x
 -    return 0.5 * x * (1 + torch.tanh(inner))
@@ -524,10 +522,6 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 -    return torch.softmax(scores, dim=-1) @ v
 +    p = torch.exp(scores)
 +    return p / p.sum(-1, keepdim=True) @ v
-
-# %% q5_1 loses q5_1_memory_tests: longest is linear => square of the length
--    return math.isqrt(memory_bytes // (2 * batch * heads * dtype.itemsize))
-+    return memory_bytes // (2 * batch * heads * dtype.itemsize)
 
 # %% q5_2: (B, S, H, D) straight into SDPA => attention_bshd of q
 def attention_bshd(q, k, v):

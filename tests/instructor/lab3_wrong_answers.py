@@ -168,6 +168,7 @@ WRONG_ANSWERS = [
         ("alpha never announced", ("        mbarrier.arrive(bars.alpha_full.index(TILE), count=1)\n", ""), "deadlock"),
         ("scores read early", ("        mbarrier.wait(bars.s_full.index(TILE), i & 1)\n", ""), ("race", "layout")),
         ("waits for the product of this block", ("(tile), (i - 1) & 1", "(tile), i & 1"), ("deadlock", "parity")),
+        ("a phase that is no parity", ("(tile), (i - 1) & 1", "(tile), i - 1"), "0 or 1"),
     ),
     *mistakes_in_text(r"""
 # %% q2_1: lanes do not wrap => expected | lanes 0 to 31

@@ -60,6 +60,7 @@ WRONG_ANSWERS = [
         ("cuDNN's version alone", (_RULE, "cudnn > 91500"), _ORDER),
         ("9.15.0 is newer than itself", ("cudnn > 91500", "cudnn >= 91500"), _ORDER),
         ("any newer GPU", ("in ((9, 0), (10, 0))", ">= (9, 0)"), _ORDER),
+        ("any 9.x and 10.x", ("in ((9, 0), (10, 0))", "[0] in (9, 10)"), _ORDER),
         ("math asked last", ('"math", "cudnn"]', '"cudnn", "math"]'), ("Torch asks", "takes every call")),
         ("math as a last resort", (_NONE_IS_ABLE, 'return "math"'), "raise BackendRefused"),
         ("None instead of an error", (_NONE_IS_ABLE, "return None"), "raise BackendRefused"),
@@ -136,6 +137,7 @@ WRONG_ANSWERS = [
         ("never merged", (f" + {_COMBINED}", ""), "second kernel"),
         ("programs not split", ("programs * splits / units", "programs / units"), "more programs"),
         ("keys not split", ("math.ceil(kv_len / splits)", "kv_len"), "parts shorter"),
+        ("keys rounded down", ("math.ceil(kv_len / splits)", "kv_len // splits"), ("parts shorter", "decode_us")),
         ("the most splits", ("1 + costs.index(min(costs))", "most"), "not always faster"),
         (
             "the most never tried",
@@ -173,6 +175,7 @@ WRONG_ANSWERS = [
         ),
         ("scores never rounded", ("if scores:", "if False:"), "nothing was rounded at that place"),
         ("no maximum subtracted", (" - s.amax(dim=-1, keepdim=True)", ""), "Subtract the maximum"),
+        ("one maximum for all rows", ("s.amax(dim=-1, keepdim=True)", "s.max()"), ("maximum of each row", "away from")),
         ("computed in float32", (_ROUNDED, f"({_ROUNDED}).float()"), ("dtype", "float64")),
         (
             "scores rounded before they are scaled",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.figures.drawing import BLUE, GREEN, GREY, HAIR, INK, ORANGE, PAPER, PURPLE, SOFT, TINT, Card
+from tools.figures.drawing import BLUE, BROWN, GREEN, GREY, HAIR, INK, ORANGE, PAPER, PURPLE, SOFT, TINT, Card
 
 # The parts of Gemma-3-270m's configuration that the drawing names.
 GEMMA = {
@@ -149,7 +149,7 @@ def kv_cache() -> Card:
         for col in range(slots):
             card.text(left + cell * (col + 0.5), 79, str(col), size=7, color=SOFT)
         spans = [
-            (now.start, now.stop, "written now" if len(now) > 1 else "now", "#7a4e00"),
+            (now.start, now.stop, "written now" if len(now) > 1 else "now", BROWN),
             (0, first, "written before", SOFT),
             (now.stop, slots, "empty, masked" if first == 0 else "empty", SOFT),
         ]
@@ -229,7 +229,7 @@ def flash_attention() -> Card:
             current = i == step
             card.rect(x + i * size, top, size, 22, fill=ORANGE if current else TINT[ORANGE], edge=PAPER)
             if i == 0:
-                card.text(x - 10, top + 11, "KV"[k], weight="bold", ha="right", color="#7a4e00")
+                card.text(x - 10, top + 11, "KV"[k], weight="bold", ha="right", color=BROWN)
     card.text(x - 25, y + row * size + size / 2, "Qᵢ", color=PAPER, weight="bold")
     card.text(x + step * size + size / 2, y + row * size + size / 2, "Sᵢⱼ", color=PAPER, weight="bold")
     card.text(x - 25, y + tiles * size + 14, "Q", weight="bold", color="#00507d")

@@ -21,6 +21,7 @@ H200 = ROOT / "assets/results/h200"
 
 INK, SOFT, HAIR, PAPER = "#1b1b1b", "#5f5f5f", "#a9a9a9", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#e39a1f", "#00694d", "#a8548a", "#8c8c8c"
+BROWN = "#7a4e00"  # text of orange things: orange itself is too light to read
 # Tints of the same hues; they differ in lightness too.
 TINT = {BLUE: "#cfe4f3", ORANGE: "#fbe3b8", GREEN: "#d3ebdf", PURPLE: "#f0dcea", GREY: "#f1f1f1"}
 

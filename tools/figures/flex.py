@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.figures.drawing import BLUE, GREEN, GREY, HAIR, INK, ORANGE, PAPER, PURPLE, SOFT, TINT, Card
+from tools.figures.drawing import BLUE, BROWN, GREEN, GREY, HAIR, INK, ORANGE, PAPER, PURPLE, SOFT, TINT, Card
 
 # Three packed documents, causal, in blocks of 4 x 4; the last four tokens are padding.
 DOCUMENTS, SIZE, BLOCK = (9, 5, 6), 24, 4
@@ -72,7 +72,7 @@ def mask_program() -> Card:
     card.box(252, 100, 210, 150, fill="#fafafa", edge=SOFT, round=8)
     lines = ("every pair:", "    score = q · k", "    load mask[q, k]", "    score += mask", "    p = exp(score - m)")
     for i, line in enumerate(lines):
-        card.text(264, 120 + 22 * i, line, size=8.6, ha="left", color="#7a4e00" if "mask" in line else INK)
+        card.text(264, 120 + 22 * i, line, size=8.6, ha="left", color=BROWN if "mask" in line else INK)
     card.text(264, 236, f"{SIZE} x {SIZE} = {SIZE**2} pairs computed", size=8.6, ha="left", color=SOFT)
     partial, full = block_tables()
     blocks = sum(map(len, partial)) + sum(map(len, full))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.figures.drawing import BLUE, GREEN, GREY, INK, ORANGE, PAPER, SOFT, TINT, Card
+from tools.figures.drawing import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PAPER, SOFT, TINT, Card
 from utils.config import GPU_SPECS
 
 
@@ -227,7 +227,7 @@ def roofline_anatomy() -> Card:
     card.text(38, (top + bottom) / 2, "performance: FLOP/s (log scale)", rotation=90)
     card.text(236, 208, "slope: memory bandwidth (bytes/s)\nattainable = intensity × bandwidth", rotation=35.8, size=9)
     card.text(right - 8, roof - 18, "ceiling: peak compute (FLOP/s)", ha="right")
-    card.text(222, 400, "memory-bound", size=11, weight="bold", color="#7a4e00")
+    card.text(222, 400, "memory-bound", size=11, weight="bold", color=BROWN)
     card.text(700, 400, "compute-bound", size=11, weight="bold", color="#00507d")
     card.text(ridge, bottom + 16, "ridge point = peak compute / bandwidth", size=9, weight="bold")
     card.dot(ridge, roof, 6, fill=INK)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.figures.drawing import BLUE, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, SOFT, TINT, Card
+from tools.figures.drawing import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, SOFT, TINT, Card
 
 LOOKS = {  # tint and edge of each backend
     "cuDNN": (TINT[PURPLE], PURPLE),
@@ -151,14 +151,14 @@ def traffic() -> Card:
         for at, text, up in ((x + 46, reads, True), (x + 150, writes, False)):
             color = ORANGE if "scores" in text else SOFT
             card.arrow(at, 116 if up else 86, at, 86 if up else 116, color=color, line=2)
-            card.text(at + 6, 101, text, size=8.2, color=color, ha="left")
+            card.text(at + 6, 101, text, size=8.2, color=BROWN if "scores" in text else SOFT, ha="left")
     card.box(
         110, 184, 668, 34, "one kernel; a tile of scores at a time, on the chip", fill=TINT[GREEN], edge=GREEN, size=10
     )
     for x, text, up in ((190, "q, k, v", False), (700, "output", True)):
         card.arrow(x, 184 if up else 142, x, 142 if up else 184, line=2)
         card.text(x + 6, 163, text, size=8.2, color=SOFT, ha="left")
-    card.text(444, 240, "orange: the whole score matrix, B·H·Sq·Sk numbers, four times", size=9, color=ORANGE)
+    card.text(444, 240, "orange: the whole score matrix, B·H·Sq·Sk numbers, four times", size=9, color=BROWN)
     return card
 
 
@@ -255,7 +255,7 @@ def rounding() -> Card:
                 size=9.5,
             )
             if switch:
-                card.text(x + 69, y + 54, f"switch: {switch}", size=8.5, color=ORANGE)
+                card.text(x + 69, y + 54, f"switch: {switch}", size=8.5, color=BROWN)
             if i < 3:
                 card.arrow(x + 138, y + 20, x + 166, y + 20)
     return card

@@ -68,16 +68,15 @@ def backend_map() -> Card:
     )
     edges = {"math": BLUE, "flash": GREEN, "efficient": ORANGE, "cudnn": PURPLE}
     for x, backend in enumerate(BACKENDS):
-        card.text(330 + 118 * x, 58, backend, size=9.5, weight="bold", color=edges[backend])
+        card.text(330 + 118 * x, 58, backend, size=9.5, weight="bold")
     for y, row in enumerate(rows):
         top = 72 + 25 * y
         card.text(258, top + 10, row["call"], size=9, ha="right")
         for x, backend in enumerate(BACKENDS):
             works = row[backend] == "runs"
-            fill = edges[backend] if works else PAPER
-            card.box(276 + 118 * x, top, 108, 20, fill=fill, edge=edges[backend])
-            words = ("runs", PAPER) if works else ("refused", SOFT)
-            card.text(330 + 118 * x, top + 10, words[0], size=8.5, color=words[1])
+            card.box(276 + 118 * x, top, 108, 20, fill=edges[backend] if works else PAPER, edge=edges[backend])
+            color = SOFT if not works else INK if backend == "efficient" else PAPER  # white on orange is hard to read
+            card.text(330 + 118 * x, top + 10, "runs" if works else "refused", size=8.5, color=color)
     return card
 
 

@@ -238,8 +238,7 @@ def _semantic(num_warps: int, num_ctas: int):
     from triton.compiler.compiler import make_backend
     from triton.experimental.gluon.language._semantic import GluonSemantic
 
-    target = GPUTarget("cuda", 90, 32)
-    backend = make_backend(target)
+    backend = make_backend(GPUTarget("cuda", 90, 32))
     ir_context = ir.context()
     ir.load_dialects(ir_context)
     backend.load_dialects(ir_context)
@@ -285,6 +284,8 @@ def view(layout, shape: list[int], operation: str, argument=None, dtype=gl.float
     """Return the layout of a register tensor, or of shared memory, after an operation of _VIEWS."""
     if isinstance(layout, AutoLayout):
         return layout
+    if "permute" in operation and sorted(argument) != list(range(len(shape))):  # Triton would end the process
+        _refuse(f"{operation}: {list(argument)} does not name each dimension of {list(shape)} once, from 0.")
     try:
         return _layout_of_view(*_warps_and_blocks(), layout, dtype, tuple(shape), operation, argument)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -317,8 +318,7 @@ def elements_of(layout, shape: tuple[int, ...], warps: int, blocks: int = 1) -> 
     kinds = (basis_of.reg_bases, basis_of.lane_bases, [*basis_of.warp_bases, *basis_of.block_bases])
     for axis, bases in enumerate(kinds):
         for basis in bases:
-            step = int(np.ravel_multi_index(basis, shape))
-            flat = np.concatenate([flat, flat ^ step], axis)
+            flat = np.concatenate([flat, flat ^ int(np.ravel_multi_index(basis, shape))], axis)
     return flat
 
 

@@ -236,7 +236,7 @@ def compiled_file(name: str):
     if on_gpu:
         return importlib.reload(importlib.import_module(name.removesuffix(".py")))
     print(
-        "No GPU here, so there is nothing to time: the interpreter proves that the kernel is right, not that it is fast."
+        "No GPU here, so there is nothing to time: the simulator proves that the kernel is right, not that it is fast."
     )
     return None
 

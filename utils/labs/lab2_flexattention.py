@@ -177,9 +177,8 @@ def check_sparse_mask(mod: Callable) -> None:
     if seen.triu(1).any():
         print("✗ your mask: it is not causal any more.")
     elif share > 1 / 8 or empty:
-        print(
-            f"… your mask: {share:.0%} of the causal pairs, {empty} of 55 blocks are empty. Let keys through at a distance."
-        )
+        hint = "Let keys through at a distance." if empty else "Let fewer pairs through."
+        print(f"… your mask: {share:.0%} of the causal pairs, {empty} of 55 blocks are empty. {hint}")
     else:
         print(
             f"✓ your mask: {share:.0%} of the causal pairs, and a kernel has to compute every block: it saves nothing."
@@ -257,8 +256,8 @@ def plot_pages() -> None:
     """Draw what decoding over pages took on an H200, beside the same cache in one piece."""
     record = json.loads((H200 / "decode_pages.json").read_text())
     rows = {f"{row['batch']} x {row['keys']} tokens": pd.Series(row["us"]) for row in record["rows"]}
-    tables = {name: us.rename_axis("way").rename("us").reset_index() for name, us in rows.items()}
-    plot_bars(tables, ["us"], title=f"Microseconds, recorded on {record['environment']['gpu']}, not measured here")
+    tables = {name: us.rename_axis("way").rename("µs").reset_index() for name, us in rows.items()}
+    plot_bars(tables, ["µs"], title=f"Microseconds, recorded on {record['environment']['gpu']}, not measured here")
 
 
 __all__ = [name for name in globals() if not name.startswith("_") and name not in ("annotations", "session")]

@@ -60,10 +60,11 @@ def is_near(guess: object, measured: object, rel: float = NEAR) -> bool:
 
 
 def number_of(value: object) -> float | None:
-    """Return a finite number as a float, and None for anything else, truth values too."""
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+    """Return a finite number, or a text of one, as a float, and None for anything else, truth values too."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):  # such as a tensor of three numbers
         return None
-    number = float(value)
     return number if math.isfinite(number) else None
 
 

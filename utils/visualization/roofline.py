@@ -99,7 +99,7 @@ def plot_roofline(
     figure, (axes,) = open_axes(ax, (7.4 + 3.2 * list_columns(len(points)), 4.7))
     _limits(axes, roofs, slope, points)
     layer = LabelLayer(axes, names=len(points))
-    _draw_roofs(axes, layer, roofs, slope, prefix)
+    _draw_roofs(axes, layer, roofs, slope, prefix, points)
     _draw_points(axes, layer, points)
     layer.list_names()
     name_axes(
@@ -166,7 +166,7 @@ def _limits(ax: Any, roofs: list[_Roof], slope: float, points: list[_Point]) -> 
     log_axis(ax.yaxis, bottom, top)
 
 
-def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: str) -> None:
+def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: str, points: list[_Point]) -> None:
     low, high = ax.get_xlim()
     bottom, _ = ax.get_ylim()
     main = roofs[0]
@@ -188,11 +188,12 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: s
         weight = "bold" if i == 0 else "normal"
         layer.add(f"{name}{plain(roof.tflops)} {prefix}FLOP/s{ridge}", line, prefer="NW", gap=4, fontweight=weight)
     layer.add(f"ridge {plain(main.ridge)} FLOPs/Byte", (main.ridge, main.tflops), prefer="NW", gap=7)
-    edge = 0.02
     at = (math.log(main.ridge) - math.log(low)) / (math.log(high) - math.log(low))
-    for x, ha, words in ((at - edge / 2, "right", "memory-bound"), (at + edge / 2, "left", "compute-bound")):
+    for x, ha, words in ((at - 0.01, "right", "memory-bound"), (at + 0.01, "left", "compute-bound")):
         ax.text(x, 0.02, words, transform=ax.transAxes, ha=ha, va="bottom", fontsize=SMALL, color=SOFT, style="italic")
-    along = start * (main.ridge / start) ** 0.6
+    places = [start * (main.ridge / start) ** share for share in (0.6, 0.3, 0.8)]
+    beyond = [point.intensity for point in points if point.beyond]  # above the slope, where the text may hide them
+    along = max(places, key=lambda x: min((abs(math.log(x / i)) for i in beyond), default=0.0))
     layer.add_along(f"{plain(slope)} {prefix}B/s", (along, along * slope), fontweight="bold")
 
 
@@ -204,8 +205,7 @@ def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
             layer.name(point.name, (point.intensity, point.attainable), prefer=below)
             continue
         color = ALARM if point.beyond else series(0).color
-        gap_line = [point.intensity] * 2, [point.attainable, point.measured]
-        ax.plot(*gap_line, color=color, linewidth=0.9, zorder=3.2)
+        ax.plot([point.intensity] * 2, [point.attainable, point.measured], color=color, linewidth=0.9, zorder=3.2)
         look = SOLID | ({"marker": "X", "markersize": 9} if point.beyond else {})
         ax.plot([point.intensity], [point.measured], color=color, zorder=4.5, **look)
         layer.name(

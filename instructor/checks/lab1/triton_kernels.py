@@ -40,14 +40,14 @@ def entry_of_the_check(a, b, block_m, block_n, block_k, transposed):
 """
 _FLASH = f"""
 
-def entry_of_the_check(q, k, v, block_m, block_n, tokens_first):
+def entry_of_the_check(q, k, v, block_m, block_n, backwards):
     import torch
     import triton
 
     def apart(x):
         heads, tokens, width = x.shape
-        if tokens_first:
-            return torch.zeros(tokens, heads, width, dtype=x.dtype).transpose(0, 1)
+        if backwards:
+            return torch.zeros(width, tokens + {_APART}, heads, dtype=x.dtype)[:, :tokens].permute(2, 1, 0)
         return torch.zeros(heads, tokens + {_APART}, width, dtype=x.dtype)[:, :tokens]
 
     q, k, v, out = (apart(x).copy_(x) for x in (q, k, v, q))
@@ -119,8 +119,8 @@ def gemm_triton(source: str, seed=None):
 def flash_triton(source: str, seed=None):
     """Check the kernel `flash_kernel` of this source text: values, tails, strides, and no access out of bounds."""
     draw = Draw(seed)
-    for words, (queries, keys, size), (block_m, block_n), factor, tokens_first, dtype in (
-        ("whole blocks", (32, 64, 16), (16, 32), 1.0, False, torch.float32),
+    for words, (queries, keys, size), (block_m, block_n), factor, backwards, dtype in (
+        ("whole blocks", (32, 64, 64), (16, 32), 1.0, False, torch.float32),
         (
             "one block, of three keys, scores far below 0",
             (draw.size(17, 31), 3, 16),
@@ -137,7 +137,7 @@ def flash_triton(source: str, seed=None):
         name = f"3 heads, {queries} queries and {keys} keys, D = {size}, blocks of {block_m} and {block_n}, {words}"
         q, k, v = flash_inputs(draw.normal, queries, keys, size, factor, dtype)
         products = [2 * -(-keys // block_n)] * (-(-queries // block_m) * 3)
-        case = q, k, v, block_m, block_n, tokens_first
+        case = q, k, v, block_m, block_n, backwards
         got = _run(source, "flash_kernel", _FLASH, case, name, max(block_m, block_n, size), products)
         got = got.double()
         right = F.scaled_dot_product_attention(q.double(), k.double(), v.double())

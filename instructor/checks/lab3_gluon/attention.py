@@ -69,5 +69,5 @@ def two_softmax(source: str, seed=None):
     """Check the output in any timing, with a last block that is nearly empty and with scores that grow."""
     draw = Draw(seed)
     tries = [two_softmax_launch(*edge_inputs(draw.size(130, 256), 256 + draw.size(1, 60), 64, normal=draw.normal))]
-    tries.append(two_softmax_launch(*attention_inputs(1, 256, 384, 128, 20.0, torch.float16, draw.normal)))
+    tries.append(two_softmax_launch(*attention_inputs(1, 256, 512, 128, 20.0, torch.float16, draw.normal)))
     attention_rules.two_softmax(source, tries, timings(draw))

@@ -181,7 +181,7 @@ def splits(decode_us, best_splits, seed=None):
         if case == 1:
             splits = 1
         if case == 2:
-            programs, splits = units, 3  # whole waves
+            programs, splits, sk = units, 3, 27 * tile + 1  # whole waves; the longest part is one key over nine tiles
         tile_us, combine_us = draw.real(0.2, 0.9), draw.real(2, 6)
         arguments = programs, sk, splits, units, tile, tile_us, combine_us
         waves, tiles = programs * splits / units, math.ceil(math.ceil(sk / splits) / tile)

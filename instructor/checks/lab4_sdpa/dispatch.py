@@ -12,7 +12,7 @@ from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knocked_out, reasons
 from utils.checking.labs.lab4_sdpa.common import check, in_one_line
 from utils.checking.labs.lab4_sdpa.dispatch import expect_backends, expect_default, reasons_by
 
-_OTHER_CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (12, 0))
+_OTHER_CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (10, 1), (12, 0))
 _OPERATORS = {
     "math": ("aten::_scaled_dot_product_attention_math",),
     "flash": ("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),

@@ -211,6 +211,7 @@ BUGS = (
     Bug("product", "no fence before the store", "    fence_async_shared()\n    at = ", "    at = ", ("missing fence",), "async_store"),
     Bug("product", "barrier for two commits", "mbarrier.init(done, count=1)", "mbarrier.init(done, count=2)", ("deadlock",), "mbarrier.wait(done"),
     Bug("product", "B is not transposed", ".permute((1, 0))", "", ("layout",), MMA),
+    Bug("product", "no order of dimensions", ".permute((1, 0))", ".permute((0, 0))", ("layout",), "permute"),
     Bug("product", "too many columns", "allocate_tensor_memory(gl.float32, c_desc.block_type.shape, columns)",
         "allocate_tensor_memory(gl.float32, [5, *c_desc.block_type.shape], columns).index(0)", ("layout",), "allocate_tensor_memory"),
     Bug("product", "commit before the product", "        tcgen05_mma(a_ring", "        tcgen05_commit(empty.index(slot))\n        tcgen05_mma(a_ring", ("race", "barrier"), "async_load(a_desc"),

@@ -266,11 +266,12 @@ def test_predicted_points_lie_on_the_roof_and_measured_ones_where_they_were_meas
 
 
 def test_a_point_above_the_roof_is_flagged_in_words_and_does_not_raise():
-    _, axes = plot_roofline("A100", 19.5, 2.0, measured={"copy": (0.125, 0.2675), "gemm": (300.0, 15.0)})
+    _, axes = plot_roofline("A100", 19.5, 2.0, measured={"copy": (2.5, 5.35), "gemm": (300.0, 15.0)})
     words = labels(axes)
     assert "copy  107%" in words
     assert any("Above the roof: copy at 107%" in word and "bytes" in word for word in words)
     assert {text.get_text() for text in axes.get_legend().get_texts()} >= {"above the roof"}
+    assert next(t for t in axes.texts if t.get_text() == "2 TB/s").get_position()[0] < 1.25  # it hides no point
     flagged = next(text for text in axes.texts if text.get_text() == "copy  107%")
     plain_one = next(text for text in axes.texts if text.get_text() == "gemm  77%")
     assert flagged.get_color() != plain_one.get_color() and flagged.get_fontweight() == "bold"

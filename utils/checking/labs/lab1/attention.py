@@ -86,7 +86,7 @@ def check_attention_memory(score_bytes, longest_length):
         got, what = score_bytes(3, 4, 1000, kind), f"score_bytes(3, 4, 1000, {kind})"
         expect_number(got, 12e6 * size, rel=0, unit="bytes", what=what, mistakes=known)
     for arguments, right, both, square in (
-        ((10**9, 1, 1, FP32), 11180, 15811, 125_000_000),
+        ((3 * 10**9, 1, 1, FP32), 19364, 27386, 375_000_000),
         ((10**9, 2, 5, BF16), 5000, 7071, 25_000_000),
     ):
         known = {
@@ -94,7 +94,7 @@ def check_attention_memory(score_bytes, longest_length):
             "One more does not fit.": right + 1,
             "A longer one fits.": right - 1,
             "Memory grows with the square of the length.": square,
-            "A length is an integer.": 11180.339887498949,
+            "A length is an integer.": 19364.916731037085,
             "Each head of each sequence has scores of its own.": 15811 if right == 5000 else -1,
         }
         got, what = longest_length(*arguments), f"longest_length{arguments}"
@@ -167,7 +167,7 @@ def check_online_softmax_stats(online_softmax_stats):
     """Check two rows in four blocks, around three values."""
     x = torch.tensor([[1.0, 3.0, 5.0, 2.0, 2.5, -1.0, 0.5, 4.0, 9.0], [7.0, 3.0, 1.0, 2.0, 0.0, -1.0, 0.5, 1.5, 2.0]])
     for shift in (0.0, 1000.0, -1000.0):
-        expect_stats(online_softmax_stats, x + shift, [2, 1, 3, 3], f"the blocks with values around {shift:g}")
+        expect_stats(online_softmax_stats, x + shift, [1, 2, 3, 3], f"the blocks with values around {shift:g}")
 
 
 def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance: float = 1e-4) -> OperationWatch:

@@ -47,10 +47,9 @@ def run_cases(
 def _launched(source: str, launcher: str, cases: dict[str, tuple]) -> dict[str, torch.Tensor]:
     """Return what the student's file computes by its own launcher, every tl.dot in full precision."""
     if raises_not_implemented(source):
-        unwritten = source.count("raise NotImplementedError")
-        raise AssertionError(
-            f"not answered yet: {unwritten} of 2 gaps in {launcher}_triton.py still say raise NotImplementedError()."
-        )
+        gaps = f"{source.count('raise NotImplementedError')} of 2 gaps in {launcher}_triton.py"
+        raise AssertionError(f"not answered yet: {gaps} still say raise NotImplementedError().")
+    assert f"def {launcher}(" in source, f"{launcher}_triton.py defines no {launcher}: keep its name and arguments"
     assert find_spec("triton"), "Triton is not installed here (it exists for Linux), so the kernel waits for grading"
     results = run_cases(source, f"{launcher}_triton.py", launcher, cases)
     return {name: output for name, (output, _) in results.items()}
@@ -68,6 +67,8 @@ def check_gemm_triton(source: str):
         tensors = torch.randn(m, k), torch.randn(k, n)
         case = tuple(x.T.contiguous().T for x in tensors) if "transposed" in name else tensors
         cases[f"({m}, {k}) @ ({k}, {n}), {name}"] = case
+    # The launcher's C is every other column of a wider matrix here: whoever forgets a stride of it writes elsewhere.
+    source = source.replace("b.shape[1], d", "2 * b.shape[1], d").replace("a.device)", "a.device)[:, ::2]")
     for name, got in _launched(source, "gemm", cases).items():
         a, b = cases[name]
         last = (a.shape[1] - 1) // 32 * 32
@@ -75,9 +76,7 @@ def check_gemm_triton(source: str):
             "Only the last step along K is in C: is the product added to the accumulator?": a[:, last:] @ b[last:],
             "C is 0: is the result of tl.dot kept?": torch.zeros(a.shape[0], b.shape[1]),
         }
-        otherwise = "Look at the masks, at other= in the loads, and at what is added up."
-        if "transposed" in name:
-            otherwise = "Here a row is no piece of memory: each of A, B and C has two strides."
+        otherwise = "Look at the masks, at other=, and at what is added up. Each of A, B and C has two strides."
         hint = name_mistakes(got, a @ b, known, otherwise)
         expect_close(got, a @ b, rtol=1e-3, atol=1e-3, what=f"gemm of {name},", hint=hint)
 
@@ -95,7 +94,7 @@ def flash_inputs(draw, queries: int, keys: int, d: int, size: float, dtype: torc
 
 @visible("Bonus 5.6", "Flash attention in Triton")
 def check_flash_triton(source: str):
-    """Check whole and broken blocks, large scores, fp16, and another layout."""
+    """Check whole and broken blocks, large scores, fp16, and another layout; no two sides of a tile are equal."""
     cases: dict[str, tuple] = {}
     for queries, keys, size, kind, words in (
         (32, 48, 1.0, torch.float32, "whole blocks"),
@@ -103,16 +102,16 @@ def check_flash_triton(source: str):
         (21, 33, 3.0, torch.float32, "the last block has one key"),
         (21, 45, 60.0, torch.float32, "scores in the hundreds"),
         (19, 35, 1.0, torch.float16, "in fp16"),
-        (17, 40, 2.0, torch.float32, "heads and tokens lie the other way round in memory"),
+        (17, 40, 2.0, torch.float32, "dimensions lie the other way round in memory"),
     ):
-        tensors = flash_inputs(torch.randn, queries, keys, 16, size, kind)
+        tensors = flash_inputs(torch.randn, queries, keys, 64, size, kind)
         if "other way" in words:
-            tensors = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors]
-        name = f"flash of 3 heads, {queries} queries and {keys} keys, in blocks of 32 and 16, {words},"
+            tensors = [t.permute(2, 1, 0).contiguous().permute(2, 1, 0) for t in tensors]
+        name = f"flash of 3 heads, {queries} queries and {keys} keys, in blocks of 32 and 16, {words}"
         cases[name] = (*tensors, 32, 16)
     for name, got in _launched(source, "flash", cases).items():
         q, k, v = cases[name][:3]
         right = F.scaled_dot_product_attention(q.double(), k.double(), v.double()).to(q.dtype)
         hint = flash_mistake(got, q, k, v, 16) if isinstance(got, torch.Tensor) and got.shape == q.shape else ""
         rtol = 1e-3 if q.dtype == torch.float32 else 1e-2
-        expect_close(got, right, rtol=rtol, atol=rtol, what=name, hint=hint)
+        expect_close(got, right, rtol=rtol, atol=rtol, what=f"{name},", hint=hint)

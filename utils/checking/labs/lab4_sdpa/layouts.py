@@ -177,7 +177,7 @@ def expect_ready(ready_for_flash, tensor: torch.Tensor, copied: bool, what: str)
 @visible("4.3", "Apart without a copy")
 def check_unpack(unpack_qkv, ready_for_flash):
     """Check two projections, and tensors with several strides."""
-    expect_unpacked(unpack_qkv, torch.randn(2, 3, 24), 2, 2)
+    expect_unpacked(unpack_qkv, torch.randn(2, 3, 24), 2, 1)
     expect_unpacked(unpack_qkv, torch.randn(2, 5, 64), 4, 2)
     for what, (tensor, copied) in layouts_of(torch.randn(2, 3, 12, 16)).items():
         expect_ready(ready_for_flash, tensor, copied, what)

@@ -45,8 +45,8 @@ def expect_part_output(got, q, k, v, rtol: float, atol: float, what: str) -> Non
 def check_attend_part(attend_part):
     """Check outputs, and the log-sum-exp over one key and over the same key five times; grouped heads, large scores."""
     for dtype, large in ((torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 30)):
-        q = large * torch.randn(2, 6, 3, 10, dtype=dtype)
-        k, v = large * torch.randn(2, 2, 9, 10, dtype=dtype), torch.randn(2, 2, 9, 10, dtype=dtype)
+        q = large * torch.randn(3, 6, 3, 10, dtype=dtype)
+        k, v = large * torch.randn(3, 2, 9, 10, dtype=dtype), torch.randn(3, 2, 9, 10, dtype=dtype)
         name = str(dtype).removeprefix("torch.")
         what = f"attend_part of 6 heads over 2 in {name}{', scores in the thousands' if large > 1 else ''}"
         output, _ = expect_items(attend_part(q, k, v), "output, lse", what)
@@ -62,7 +62,7 @@ def check_attend_part(attend_part):
         }
         hint, near = name_mistakes(one, score, mistakes), {"rtol": 1e-3, "atol": 1e-3}
         expect_close(one, score, **near, what=f"the lse over one key, {what}", hint=hint)
-        _, five = attend_part(q, k[:, :, :1].expand(2, 2, 5, 10), v[:, :, :5])
+        _, five = attend_part(q, k[:, :, :1].expand(3, 2, 5, 10), v[:, :, :5])
         natural = "It is the natural logarithm of the sum of all e^score"
         right = score + math.log(5)
         hint = name_mistakes(five, right, {f"{natural}, not the largest score.": score}, f"{natural}.")
