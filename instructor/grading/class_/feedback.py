@@ -18,7 +18,6 @@ from instructor.grading.submission.harmless import with_policy
 from instructor.grading.submission.plan import question_of, question_title
 from instructor.points import answers_wait, number_text
 
-MAX_PICTURE = 2_000_000  # bytes of a picture of the lab that is put into the page
 _LIST = re.compile(r"<h4>[^<]*</h4>\s*<div id=\"toc\">.*?</div>", re.DOTALL)
 _ENTRY = re.compile(r"<a href=\"#([\w-]+)\">[^<]*</a> \(Score:")
 _PICTURE = re.compile(r"(<img\b[^>]*?\bsrc=\")((?:\.?/)?assets/[\w./-]+)(\")")
@@ -81,13 +80,11 @@ def _contents(lab: str, student: Student, titles: dict[str, str], cells: dict[st
 
 def _embedded(address: str) -> str:
     """A picture of the course's own `assets` as a data address; any other address as it is."""
-    assets = (ROOT / "assets").resolve()
     path = (ROOT / address.lstrip("./")).resolve()
     kind = mimetypes.guess_type(path.name)[0] or ""
-    if not path.is_relative_to(assets) or not path.is_file() or not kind.startswith("image/"):
+    if not path.is_relative_to((ROOT / "assets").resolve()) or not path.is_file() or not kind.startswith("image/"):
         return address
-    data = path.read_bytes()
-    return address if len(data) > MAX_PICTURE else f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def question_titles(lab: str) -> dict[str, str]:
