@@ -24,7 +24,7 @@ from instructor.checks.common import draw_for
 from instructor.grading.submission.beside import put_behind_walls, refuse_to_run
 from instructor.grading.submission.exceptions import explain
 from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
-from instructor.grading.submission.plan import Plan, Step, Unreadable, make_plan, not_graded, python_of, question_title
+from instructor.grading.submission.plan import Step, Unreadable, make_plan, not_graded, python_of, question_title
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.results import CellResult, Flag, Job, SubmissionResult
 
@@ -82,12 +82,9 @@ class Checker:
                 if step.by_hand:
                     self._wait_for_person(step)
             self._stop_student()
-        return self._result(plan, began)
-
-    def _result(self, plan: Plan, began: float) -> SubmissionResult:
         return SubmissionResult(
-            student=self.job.student,
-            lab=self.job.built.name,
+            student=job.student,
+            lab=job.built.name,
             cells=self.cells,
             flags=tuple(self.flags.values()),
             walls=self.walls,

@@ -23,6 +23,7 @@ from pathlib import Path
 import nbformat
 
 from instructor.build import ROOT, Built
+from instructor.course import answered_notebook
 from instructor.grading.sandbox import walls
 from instructor.grading.submission.library import ANSWERS
 from instructor.grading.submission.plan import not_graded
@@ -165,13 +166,9 @@ def setup_cells(built: Built) -> list[tuple[str, str]]:
 _zygotes: dict[str, Zygote] = {}
 
 
-def _key(built: Built, limits: walls.Limits) -> str:
-    return f"{built.name} {hashlib.sha256(built.instructor.encode()).hexdigest()} {limits} {threading.get_ident()}"
-
-
 def zygote(built: Built, limits: walls.Limits) -> Zygote:
     """This thread's warm process for a lab, started on first use."""
-    key = _key(built, limits)
+    key = f"{built.name} {hashlib.sha256(built.instructor.encode()).hexdigest()} {limits} {threading.get_ident()}"
     running = _zygotes.get(key)
     if running is None or running.process.poll() is not None:
         running = _zygotes[key] = Zygote(built, limits)
@@ -199,11 +196,17 @@ def calibrate(built: Built, limits: walls.Limits | None = None) -> SubmissionRes
         limits: what a submission may use.
     """
     limits = limits or walls.Limits()
-    known = known_calibration(built, limits)
-    if known is None:
-        known = _calibrate(built, limits)
-        write_whole(_calibration_path(built, limits), json.dumps(asdict(known), indent=1))
-    return known
+    if (known := known_calibration(built, limits)) is not None:
+        return known
+    answers = answered_notebook(built).encode()
+    job = Job(built, "model answers", answers, CALIBRATION_CELL, CALIBRATION_SECONDS)
+    result = zygote(built, limits).grade(job, CALIBRATION_SECONDS)
+    wrong = {name: cell for name, cell in result.cells.items() if cell.status not in ("passed", "by_hand")}
+    if wrong:
+        words = "\n".join(f"  {name}: {cell.message}" for name, cell in wrong.items())
+        raise GradingError(f"the model answers of {built.name} do not pass on this machine:\n{words}")
+    write_whole(_calibration_path(built, limits), json.dumps(asdict(result), indent=1))
+    return result
 
 
 def known_calibration(built: Built, limits: walls.Limits) -> SubmissionResult | None:
@@ -215,19 +218,6 @@ def known_calibration(built: Built, limits: walls.Limits) -> SubmissionResult | 
 def _calibration_path(built: Built, limits: walls.Limits) -> Path:
     kind = "-gpu" if limits.gpu else ""
     return ROOT / "build" / "grading" / f"{built.name}-{fingerprint(built)}{kind}.json"
-
-
-def _calibrate(built: Built, limits: walls.Limits) -> SubmissionResult:
-    from instructor.course import answered_notebook
-
-    answers = answered_notebook(built).encode()
-    job = Job(built, "model answers", answers, CALIBRATION_CELL, CALIBRATION_SECONDS)
-    result = zygote(built, limits).grade(job, CALIBRATION_SECONDS)
-    wrong = {name: cell for name, cell in result.cells.items() if cell.status not in ("passed", "by_hand")}
-    if wrong:
-        words = "\n".join(f"  {name}: {cell.message}" for name, cell in wrong.items())
-        raise GradingError(f"the model answers of {built.name} do not pass on this machine:\n{words}")
-    return result
 
 
 # ---- grading -----------------------------------------------------------------------------------------------------
