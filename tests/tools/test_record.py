@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from tools.record import attention_ratios, flex_sweep, sdpa_grid
+from tools.record import attention_ratios, backward, flex_sweep, sdpa_grid
 from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, to_text
 from utils.files import ROOT
 
@@ -111,3 +111,16 @@ def test_a_grid_is_measured_again_at_its_shapes():
     }
     assert [row["backend"] for row in rows if row["is_default"]] == ["flash"]
     assert all(row["ms_low"] <= row["ms"] <= row["ms_high"] for row in rows if row["status"] == "ok")
+
+
+def test_the_backward_shapes_are_drawn_by_seed():
+    points = backward.drawn_points(1)
+    assert points == backward.drawn_points(1) != backward.drawn_points(2)
+    assert [point.kind for point in points[:3]] == ["full", "causal", "window"] and len(points) == 24
+    assert all(400 <= point.length <= 24_000 and point.flops <= backward.WORK for point in points)
+    assert all(point.keys >= point.length or not point.causal for point in points)
+    assert any(point.keys != point.length for point in points) and {point.head_dim for point in points} > {80, 256}
+    assert all(128 <= point.window <= min(4096, point.length) for point in points if point.window)
+    # As many queries as keys: half of the pairs, and those of a window as wide as all keys are the same.
+    assert 2 * backward.Point(64, 512, True, 1, 1, 1, 512).flops == backward.Point(64, 512, False, 1, 1, 1, 512).flops
+    assert backward.Point(64, 512, True, 1, 1, 1, 512, 512).flops == backward.Point(64, 512, True, 1, 1, 1, 512).flops
