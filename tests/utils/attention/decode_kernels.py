@@ -13,3 +13,4 @@ def deal_blocks(out_ptr, lens_ptr, lengths, batch, heads, keys, programs):
     gl.store(out_ptr, split.share)
     gl.store(out_ptr + 1, split.extra)
     gl.store(out_ptr + 2, split.grain)
+    gl.store(out_ptr + 3, split.beginning)

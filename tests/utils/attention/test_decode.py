@@ -267,15 +267,15 @@ def test_every_block_has_one_program_and_heads_cut_by_themselves_are_hardly_long
         batch, heads, programs = rng.choice((1, 2, 3, 5, 9, 140)), rng.choice((1, 2, 3, 8)), rng.choice((5, 66, 132))
         keys = rng.choice((40, 700, 5000, 40000))
         filled = [rng.randint(0, keys) if lengths else keys for _ in range(batch)]
-        out, lens = torch.zeros(3, dtype=torch.int32), torch.tensor(filled, dtype=torch.int32)
+        out, lens = torch.zeros(4, dtype=torch.int32), torch.tensor(filled, dtype=torch.int32)
         with gluon_cpu.simulate():
             deal_blocks[(1,)](out, lens, lengths, batch, heads, keys, programs, num_warps=4)
-        share, extra, grain = out.tolist()
+        share, extra, grain, beginning = out.tolist()
         blocks = [max(1, -(-n // 128)) for n in filled]
-        grains = heads * sum(-(-n // grain) for n in blocks)
+        units = heads * sum(beginning - (-n // grain) for n in blocks)
         kinds["cut" if grain > 1 else "row"] += 1
         assert grain == 1 or ((share, extra) == (1, 0) and grain < 1.07 * heads * sum(blocks) / programs + 3)
-        assert grains <= programs if (share, extra) == (1, 0) else share * min(programs, grains) + extra == grains
+        assert units <= programs if (share, extra) == (1, 0) else share * min(programs, units) + extra == units
     assert min(kinds.values()) > 15
 
 

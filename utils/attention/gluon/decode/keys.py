@@ -191,7 +191,7 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     dtype: gl.constexpr = k_desc.dtype
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(PLAN.columns))
     cursor, count = cache.start(whole)
-    if cursor.b < cache.batch:
+    if count > 0:
         ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
         full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         q_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, PLAN.columns, PLAN.block_d], q_desc.layout)
