@@ -256,27 +256,34 @@ def draw_call(sizes, filled, dtype=torch.bfloat16):
     return torch.randn(batch, heads, sq, head_dim).to(dtype), k, v, lengths, table
 
 
-def test_every_block_has_one_program_and_heads_cut_by_themselves_are_hardly_longer():
+def test_every_block_has_one_program_and_none_has_more_blocks_or_heads_than_its_share():
     pytest.importorskip("triton", reason="the simulator needs Triton for the language; there are wheels for Linux only")
     from tests.utils.attention.decode_kernels import deal_blocks
     from utils import gluon_cpu
 
-    kinds = {"cut": 0, "row": 0}
-    for seed in range(60):
+    cuts = []
+    for seed in range(40):
         rng, lengths = random.Random(seed), seed % 2
-        batch, heads, programs = rng.choice((1, 2, 3, 5, 9, 140)), rng.choice((1, 2, 3, 8)), rng.choice((5, 66, 132))
-        keys = rng.choice((40, 700, 5000, 40000))
+        batch, heads, programs = rng.choice((1, 2, 3, 5, 9, 140)), rng.choice((1, 2, 3, 8)), rng.choice((5, 17, 66))
+        keys, window = rng.choice((40, 700, 5000, 40000)), rng.choice((1 << 29, 1 << 29, 300))
         filled = [rng.randint(0, keys) if lengths else keys for _ in range(batch)]
-        out, lens = torch.zeros(4, dtype=torch.int32), torch.tensor(filled, dtype=torch.int32)
+        out, lens = torch.zeros(programs, 4, dtype=torch.int32), torch.tensor(filled, dtype=torch.int32)
         with gluon_cpu.simulate():
-            deal_blocks[(1,)](out, lens, lengths, batch, heads, keys, programs, num_warps=4)
-        share, extra, grain, beginning = out.tolist()
-        blocks = [max(1, -(-n // 128)) for n in filled]
-        units = heads * sum(beginning - (-n // grain) for n in blocks)
-        kinds["cut" if grain > 1 else "row"] += 1
-        assert grain == 1 or ((share, extra) == (1, 0) and grain < 1.07 * heads * sum(blocks) / programs + 3)
-        assert units <= programs if (share, extra) == (1, 0) else share * min(programs, units) + extra == units
-    assert min(kinds.values()) > 15
+            deal_blocks[(programs,)](out, lens, lengths, batch, heads, keys, window, TILES["keys", 128], num_warps=4)
+        blocks = [max(1, -(-n // 128) - max(0, n - window) // 128) for n in filled]
+        row = [[b, head, j] for b in range(batch) for head in range(heads) for j in range(blocks[b])]
+        loads = []  # blocks and heads begun of each program
+        for *first, count in out[out[:, 3] > 0].tolist():
+            mine, row = row[:count], row[count:]
+            assert mine[0] == first
+            loads.append((count, sum(j == 0 for _, _, j in mine)))
+        assert not row
+        cut = all(begun <= 1 for _, begun in loads)
+        share = heads * sum(blocks) / programs
+        cuts.append(cut)
+        assert cut or max(map(sum, loads)) <= share + heads * batch / programs + 2
+        assert not cut or max(loads)[0] < 1.07 * share + 3
+    assert min(sum(cuts), len(cuts) - sum(cuts)) > 10
 
 
 @pytest.mark.parametrize(
