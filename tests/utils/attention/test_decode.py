@@ -194,7 +194,7 @@ def test_what_is_chosen_fits_the_call():
         (Shape(4, 8, 4, 1, 8192, 128, lengths=True), 132, 0, False),
         (Shape(8, 8, 4, 1, 8192, 128), 128, 2, False),
         (Shape(16, 8, 8, 1, 8192, 128), 128, 0, True),  # nearly as many heads as SMs
-        (Shape(24, 8, 4, 1, 2048, 128), 132, 0, False),
+        (Shape(24, 8, 4, 1, 2048, 128), 192, 0, True),
         (Shape(16, 8, 1, 1, 512, 128, lengths=True), 128, 0, True),  # short, and one a program
         (Shape(4, 8, 4, 1, 8192, 128, page=64, lengths=True), 256, 16 // 2, False),  # 64 programs a sequence
     ],
@@ -261,7 +261,7 @@ def test_every_block_has_one_program_and_none_has_more_blocks_or_heads_than_its_
     from tests.utils.attention.decode_kernels import deal_blocks
     from utils import gluon_cpu
 
-    cuts = []
+    plan, cuts = TILES["keys", 128], []
     for seed in range(40):
         rng, lengths = random.Random(seed), seed % 2
         batch, heads, programs = rng.choice((1, 2, 3, 5, 9, 140)), rng.choice((1, 2, 3, 8)), rng.choice((5, 17, 66))
@@ -269,8 +269,8 @@ def test_every_block_has_one_program_and_none_has_more_blocks_or_heads_than_its_
         filled = [rng.randint(0, keys) if lengths else keys for _ in range(batch)]
         out, lens = torch.zeros(programs, 4, dtype=torch.int32), torch.tensor(filled, dtype=torch.int32)
         with gluon_cpu.simulate():
-            deal_blocks[(programs,)](out, lens, lengths, batch, heads, keys, window, TILES["keys", 128], num_warps=4)
-        blocks = [max(1, -(-n // 128) - max(0, n - window) // 128) for n in filled]
+            deal_blocks[(programs,)](out, lens, lengths, batch, heads, keys, window, plan, num_warps=4)
+        blocks = [max(1, -(-n // plan.block_n) - max(0, n - window) // plan.block_n) for n in filled]
         row = [[b, head, j] for b in range(batch) for head in range(heads) for j in range(blocks[b])]
         loads = []  # blocks and heads begun of each program
         for *first, count in out[out[:, 3] > 0].tolist():

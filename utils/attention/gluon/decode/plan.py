@@ -86,7 +86,7 @@ class Plan:
         Roles share a program's registers among themselves. With one consumer they are so few that a program of the merge finds
         room on the SM and waits there with its first instructions loaded: 4% over nine calls. For 256 columns ptxas needs 168.
         """
-        most = 168 if self.block_d == 256 else 128 if self.consumers == 2 else 144
+        most = 168 if self.block_d == 256 else 128 if self.consumers == 2 else 112
         return {"num_warps": 4 * max(self.consumers, 1)} | (
             {"maxnreg": most} if self.consumers and not self.cluster else {}
         )
@@ -102,8 +102,8 @@ class Plan:
 
 # By head dimension: keys of a block and slots of the ring. Half as many slots, or blocks of half as many keys, are 1 to 3% slower
 # where each program reads long heads; more slots are 1 to 2% slower from 250 MB on.
-KEYS = {64: (256, 4), 128: (128, 4), 256: (64, 6)}
-ROWS = {64: (128, 8), 128: (128, 4), 256: (64, 4)}
+KEYS = {64: (128, 4), 128: (64, 4), 256: (64, 6)}
+ROWS = {64: (128, 4), 128: (64, 4), 256: (64, 4)}
 # With two consumers; 64 keys are 1.03 times as fast as blocks of 128 over ten calls.
 TWO_ROWS = {64: (128, 8), 128: (64, 8), 256: (64, 4)}
 CLUSTERS = {64: (128, 8), 128: (128, 6)}
@@ -119,8 +119,8 @@ FP8 = (
     (256, 16, 64, 4),
 )
 TILES: dict[tuple, Plan] = {
-    **{("keys", d): Plan(d, n, MANY_ROWS, slots, box=min(n, 128)) for d, (n, slots) in KEYS.items()},
-    **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1) for d, (n, slots) in ROWS.items()},
+    **{("keys", d): Plan(d, n, MANY_ROWS, slots, per_sm=1 + (d < 256)) for d, (n, slots) in KEYS.items()},
+    **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1, per_sm=1 + (d < 256)) for d, (n, slots) in ROWS.items()},
     **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in TWO_ROWS.items()},
     **{("cluster", d): Plan(d, n, 8, slots, cluster=True) for d, (n, slots) in CLUSTERS.items()},
     ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, cluster=True),
@@ -260,9 +260,8 @@ def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
         columns = [n for d, n, *_ in FP8 if d == width]
         return TILES["fp8", width, next((n for n in columns if rows <= n), columns[-1])]
     # Where a block is several pages, a warp that does nothing but load is worth more.
-    keys = TILES["keys", width]
-    if rows <= MANY_ROWS and not (shape.page and shape.page < min(keys.block_n, 128)):
-        return keys
+    if rows <= MANY_ROWS and not 0 < shape.page < SMALL_PAGE:
+        return TILES["keys", width]
     heads = shape.batch * shape.kv_heads
     short = shape.bytes <= SHORT_BYTES * heads and heads * -(-rows // 64) <= multiprocessors
     # Two tiles of 64 rows that are computed at the same time read keys from the L2, and are faster than one at head dimension 256.
@@ -289,7 +288,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
         return Arrangement(plan, heads * parts, parts=parts, hint=hint)
     tiles = -(-shape.rows // plan.columns)
     heads *= tiles
-    places = multiprocessors * plan.per_sm
+    places = multiprocessors * (plan.per_sm if heads >= multiprocessors or plan.fp8 else 1)
     whole = takes_whole_heads(shape, plan, heads, places)
     few = heads * shape.bytes <= HALF_BYTES and not shape.fp8
     programs = min(heads, places) if whole else max(1, places // 2 if few else places)
