@@ -153,15 +153,11 @@ class Launch:
         self.sizes: tuple = stride, batch, kv_heads, rows, sq, keys, left, right, int(lengths), page_bits, pages
         self.sizes += found.tiles, head_dim, int(found.whole), max(found.parts.bit_length() - 1, 0)
         self.sizes += scale * LOG2_E, policy_of(found.hint)
-        begun = 2 * found.programs * plan.columns * (plan.block_d + 2)
-        ends = begun + found.programs
-        # Each program has at most one head that it begins and does not end; heads are numbered in fp32.
-        few = found.programs < batch * heads < 1 << 24
-        self.merge_sizes: tuple = found.tiles, rows, plan.columns, plan.block_d.bit_length() - 1, head_dim
-        self.merge_sizes += begun if few else 0, ends, scale * LOG2_E
+        ends = 2 * found.programs * plan.columns * (plan.block_d + 2)
+        self.merge_sizes: tuple = found.tiles, rows, plan.columns, plan.block_d.bit_length() - 1, head_dim, ends
+        self.merge_sizes += (scale * LOG2_E,)
         pieces = -(-min(rows, plan.columns) * plan.block_d // MERGE_NUMBERS)
-        merges = found.programs if few else batch * heads
-        self.merge_grid = merges, min(pieces, -(-MERGE_PROGRAMS // merges)), 1
+        self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
         self.parts = ends + 2 * batch * heads if found.merged else 0
         self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
         # The query rows of a head of keys, new tokens after new tokens of each query head, have one distance.

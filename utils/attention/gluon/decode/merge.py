@@ -4,9 +4,9 @@ A part is an unnormalized output (columns x BLOCK_D, fp32) with the maximum and 
 of the maxima, out = sum_i 2^(c (m_i - m)) o_i / sum_i 2^(c (m_i - m)) total_i.
 
 A program has two parts at most: of the head in which it begins (part 2 p) and of the one in which it ends (2 p + 1). The
-maxima and sums of a part stand before its output. Behind all parts stand, for each program, the head that it begins and does not
-end, or -1, and for each head the first and the last program that read it, so that the second launch need not know how blocks were
-dealt out: it often begins with its instructions still in memory, and waits for each eight of them.
+maxima and sums of a part stand before its output. Behind all parts stand, for each head, the first and the last program that
+read it, so that the second launch need not know how blocks were dealt out: it often begins with its instructions still in
+memory, and waits for each eight of them.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -87,11 +87,7 @@ class Results:
         keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
         # For the second launch: which program reads a head's first block, and which one its last.
         tile = (cursor.b * cache.heads + cursor.head) * cache.tiles + cursor.tile
-        begun = self.parts_ptr + 2 * gl.num_programs(0) * PART + gl.program_id(0)
-        # A program does this at each of its heads, and goes on only if it ends that one.
-        unfinished = gl.where((cursor.j == 0) & (n < cursor.blocks), tile, -1)
-        gl.store(begun, unfinished.to(gl.float32), mask=self.whole == 0)
-        ends = self.parts_ptr + gl.num_programs(0) * (2 * PART + 1) + 2 * tile
+        ends = self.parts_ptr + 2 * gl.num_programs(0) * PART + 2 * tile
         program = gl.program_id(0).to(gl.float32)
         gl.store(ends, program, mask=(self.whole == 0) & (cursor.j == 0))
         gl.store(ends + 1, program, mask=(self.whole == 0) & (cursor.j + n == cursor.blocks))
@@ -160,22 +156,19 @@ def add_piece(results, first, count, piece, columns, d_bits):
     gl.store(out, o.to(out_ptr.dtype.element_ty), mask=keep[:, None])
 
 
-@gluon.jit(do_not_specialize=["tiles", "rows", "columns", "d_bits", "head_dim", "begun", "ends"])
-def attention_decode_merge(out_ptr, parts_ptr, tiles, rows, columns, d_bits, head_dim, begun, ends, c):
+@gluon.jit(do_not_specialize=["tiles", "rows", "columns", "d_bits", "head_dim", "ends"])
+def attention_decode_merge(out_ptr, parts_ptr, tiles, rows, columns, d_bits, head_dim, ends, c):
     """The second launch, the same for all tiles: grid (heads of all sequences, programs that share a head's merge).
 
-    begun: where behind the parts the heads stand that programs begin and do not end, of which grid has so many, or 0 if it has all heads.
-    ends: where the heads' first and last programs stand.
+    ends: where behind the parts the heads' first and last programs stand.
     """
-    wait_for_launch_before()
     head = gl.program_id(0)
-    head = gl.load(parts_ptr + begun + head, mask=begun > 0, other=head.to(gl.float32), cache_modifier=".cg").to(gl.int32)
     row_of_tile = (head % tiles) * columns
     mine = gl.minimum(rows - row_of_tile, columns)
     results = out_ptr, parts_ptr, c, head // tiles * rows + row_of_tile, mine, in_eights(head_dim)
-    ends = parts_ptr + ends + 2 * head
-    first = gl.load(ends, mask=head >= 0, other=0.0, cache_modifier=".cg").to(gl.int32)
-    count = gl.load(ends + 1, mask=head >= 0, other=0.0, cache_modifier=".cg").to(gl.int32) - first + 1
+    wait_for_launch_before()
+    first = gl.load(parts_ptr + ends + 2 * head, cache_modifier=".cg").to(gl.int32)
+    count = gl.load(parts_ptr + ends + 2 * head + 1, cache_modifier=".cg").to(gl.int32) - first + 1
     if count > 1:
         pieces = gl.cdiv(mine << d_bits, 32 * gl.num_warps() * WIDTH)
         for piece in range(gl.program_id(1), pieces, gl.num_programs(1)):

@@ -27,9 +27,9 @@ HINT_BYTES = 300 << 20
 # Heads times bytes of keys and values up to which half of the SMs read: more parts of a head take longer to add up than to read.
 # That gains 5 to 28% of the calls that were timed.
 HALF_BYTES = 40_000_000
-# A merge takes as long as one program reads so many bytes, and six times what a part has. Heads of 512 keys that are not divided take
-# 12 to 19 us in place of 16 to 24.
-MERGE_BYTES = 1 << 18
+# A merge takes as long as one program reads so many bytes for each of a head's 128 numbers or fewer, and six times what a part has.
+# Heads of 512 keys that are not divided take 12 to 19 us in place of 16 to 24.
+MERGE_BYTES = 1 << 11
 # Of a head's keys and values: up to here tiles of 64 query rows that run at the same time are faster than half as many of 128.
 SHORT_BYTES = 1 << 21
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
@@ -206,7 +206,7 @@ def takes_whole_heads(shape: Shape, plan: Plan, heads: int, programs: int) -> bo
     rounds = -(-heads // programs)
     # What a program reads more than its share; lengths are half of the longest.
     more = shape.bytes // (shape.batch * shape.kv_heads) * (1 - heads / programs / (2 if shape.lengths else 1))
-    if heads <= programs and more <= MERGE_BYTES + 24 * plan.columns * plan.block_d:
+    if heads <= programs and more <= MERGE_BYTES * min(plan.block_d, 128) + 24 * plan.columns * plan.block_d:
         return True
     balanced = rounds * programs <= 1.04 * heads or blocks == 1 or 0.7 * programs <= heads <= programs
     return balanced and not shape.lengths
