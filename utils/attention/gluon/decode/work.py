@@ -174,34 +174,33 @@ class Cache:
         sizes = self.batch, heads, self.sk, self.sq, self.left
         split = deal(self.lens_ptr, self.lengths, *sizes, block_n, whole, gl.num_programs(0))
         unit, end = split.begin(gl.program_id(0)), split.begin(gl.program_id(0) + 1)
-        blocks = count_blocks(self.sk, self.sq, self.left, block_n)
-        each = split.units(blocks) * heads
-        within = gl.minimum(end, self.batch * each)  # programs behind the last unit have no block
+        each = split.units(count_blocks(self.sk, self.sq, self.left, block_n)) * heads
         b = unit // each
         begin = b * each
-        count = split.blocks_before(within, blocks)[0] - split.blocks_before(unit, blocks)[0]
-        if (self.lengths > 0) & (whole == 0):
+        count = 0 * b
+        unequal = (self.lengths > 0) & (whole == 0)
+        if unequal:
             b = 0 * b
             begin = 0 * begin
-            count = 0 * count
             total = 0 * begin
             for chunk in range(0, self.batch, CHUNK):
-                counts = blocks_of_chunk(self.lens_ptr, chunk, self.batch, self.sq, self.left, block_n)
-                units = gl.where(counts > 0, split.units(counts) * heads, 0)
+                blocks = blocks_of_chunk(self.lens_ptr, chunk, self.batch, self.sq, self.left, block_n)
+                units = gl.where(blocks > 0, split.units(blocks) * heads, 0)
                 ends = total + gl.associative_scan(units, 0, _add)
                 before = ends <= unit
                 b += gl.sum(before.to(gl.int32), 0)
                 begin = gl.maximum(begin, gl.max(gl.where(before, ends, 0), 0))
                 first = gl.minimum(gl.maximum(unit - (ends - units), 0), units)
                 last = gl.minimum(gl.maximum(end - (ends - units), 0), units)
-                count += gl.sum(split.blocks_before(last, counts)[0] - split.blocks_before(first, counts)[0], 0)
+                count += gl.sum(split.blocks_before(last, blocks)[0] - split.blocks_before(first, blocks)[0], 0)
                 total = gl.max(ends, 0)
         zero = gl.to_tensor(0)
         cursor = self.at(b, zero, zero, zero, self.length(b))
         skipped, flat = split.blocks_before(unit - begin, cursor.blocks)
+        if not unequal:
+            count = split.blocks_before(gl.minimum(end, self.batch * each) - begin, cursor.blocks)[0] - skipped
         head = flat // self.tiles
         j = skipped - flat * cursor.blocks
-        count = gl.where(whole > 0, (within - unit) * cursor.blocks, count)
         return Cursor(b, head, flat - head * self.tiles, j, cursor.length, cursor.first, cursor.blocks), count
 
     @gluon.jit
