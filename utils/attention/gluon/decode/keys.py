@@ -10,10 +10,10 @@ A program's warps meet at a barrier before that anyway, for the maxima over the 
 
     part        what                                    head dim 64           128                 256
     columns     heads of the group x new tokens         16; more: `rows.py`
-    block       keys                                    256                   128                 64
+    block       keys                                    128                   128, or 64          64
     ring        tiles of K and V in turn                4                     4                   6
     pipeline    the next block's scores are computed during this block's softmax
-    programs    one an SM
+    programs    one an SM; two where there are as many heads as SMs, with blocks of 64 keys at 128
 
 Measured against the other libraries: docs/kernels/decode.md, assets/results/h200/decode.json.
 """

@@ -219,18 +219,9 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     heads = shape.batch * shape.kv_heads
     blocks = -(-shape.keys // 128)
     parts = next((n for n, fitting in FITTING_CLUSTERS.items() if heads <= fitting and n < max(2 * blocks, 4)), 0)
-    if (
-        shape.window
-        or shape.fp8
-        or shape.rows > 64
-        or not parts
-        or multiprocessors < 132
-        or 0 < shape.page < SMALL_PAGE
-    ):
-        return 0
     unequal = shape.lengths and shape.batch > 1
     most = FEW_BYTES if heads * parts < FEWEST_OF_CLUSTERS else UNEQUAL_BYTES if unequal else shape.bytes
-    if shape.bytes > heads * parts * most:
+    if not parts or shape.bytes > heads * parts * most:
         return 0
     if shape.width == 256 or (shape.width == 64 and (shape.keys > CLUSTER_KEYS or shape.rows > 8)):
         return 0
@@ -242,17 +233,16 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     return parts
 
 
-def sequence_parts(shape: Shape, multiprocessors: int) -> int:
+def sequence_parts(shape: Shape) -> int:
     """Choose the programs of a cluster where each of several sequences in pages has 64 programs; 0 for the other kernels.
 
     A long sequence among short ones is then as fast as by itself; two programs share an SM, so that nearly all SMs work where
     lengths are equal. The lengths and the first pages are on their way together, which the other kernels fetch one by one.
     """
     parts = 64 // shape.kv_heads
-    timed = multiprocessors >= 132 and shape.width == 128 and shape.rows <= 8 and not shape.window and not shape.fp8
+    timed = shape.width == 128 and shape.rows <= 8 and shape.page and shape.batch > 1
     few = PAGED_KEYS[0] <= shape.keys <= PAGED_KEYS[1] and shape.batch * shape.keys <= PAGED_SIZE
-    several = shape.page >= SMALL_PAGE and shape.batch > 1
-    return parts if timed and few and several and parts * shape.kv_heads == 64 and parts in FITTING_CLUSTERS else 0
+    return parts if timed and few and parts * shape.kv_heads == 64 and parts in FITTING_CLUSTERS else 0
 
 
 def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
@@ -275,8 +265,12 @@ def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
 def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     """Choose how a call is computed."""
     heads = shape.batch * shape.kv_heads
-    of_sequence = sequence_parts(shape, multiprocessors)
-    parts = of_sequence or cluster_parts(shape, multiprocessors)
+    # Of clusters nothing else was timed.
+    alike = (
+        multiprocessors >= 132 and shape.rows <= 64 and not (shape.window or shape.fp8 or 0 < shape.page < SMALL_PAGE)
+    )
+    of_sequence = sequence_parts(shape) if alike else 0
+    parts = of_sequence or (cluster_parts(shape, multiprocessors) if alike else 0)
     if of_sequence:
         plan = TILES["cluster of a sequence", 128]
     elif parts:
