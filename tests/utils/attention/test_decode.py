@@ -228,6 +228,7 @@ CASES = {  # tile; sequences, heads, heads of keys, new tokens, keys, head dimen
     "64 rows, a window, pages of 32": ("rows", 64, (2, 8, 1, 5, 300, 64, 32), (300, 70), {"window": 60}),
     "64 rows, whole heads of 256": ("rows", 256, (2, 5, 1, 7, 90, 256, None), None, {"whole": True}),
     "128 rows": ("rows", 128, (2, 16, 2, 13, 430, 128, None), None, {}),
+    "128 rows, pages of 16": ("rows", 128, (2, 16, 2, 13, 430, 128, 16), (430, 70), {}),
     "128 rows of 256, one tile of Q": ("rows", 256, (1, 16, 1, 7, 300, 256, None), None, {}),
     "128 rows, two tiles, lengths": ("rows", 64, (2, 8, 1, 20, 300, 64, 128), (300, 33), {}),
     "fp8": ("fp8", 128, (2, 8, 2, 4, 400, 128, None), None, {}),
