@@ -26,10 +26,8 @@ from utils.benchmark.measuring import measure_together
 
 PEERS = ("cudnn", "fa3", "fa4")
 WRONG = 0.02  # a relative error above this, four times the greatest of a right one, leaves a contender out
-WORK, TOKENS = (
-    7e12,
-    32768,
-)  # limits of a drawn shape: operations, 10 to 20 ms of them, and queries where there is a batch
+WORK = 7e12  # operations of a drawn shape at most: 10 to 20 ms
+TOKENS = 32768  # queries of a drawn shape at most, where there is a batch
 Gradients = Callable[[], tuple[torch.Tensor, ...]]
 
 
