@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from tools.record import attention_ratios, flex_sweep, sdpa_grid
+from tools.record import attention_ratios, backward, flex_sweep, sdpa_grid
 from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, to_text
 from utils.files import ROOT
 
@@ -111,3 +111,14 @@ def test_a_grid_is_measured_again_at_its_shapes():
     }
     assert [row["backend"] for row in rows if row["is_default"]] == ["flash"]
     assert all(row["ms_low"] <= row["ms"] <= row["ms_high"] for row in rows if row["status"] == "ok")
+
+
+def test_the_backward_shapes_are_drawn_by_seed():
+    points = backward.drawn_points(1)
+    assert points == backward.drawn_points(1) != backward.drawn_points(2)
+    assert [point.kind for point in points[:3]] == ["full", "causal", "window"] and len(points) == 24
+    assert all(400 <= point.length <= 24_000 and point.flops <= backward.WORK for point in points)
+    assert all(point.keys >= point.length for point in points if point.causal)
+    assert all(128 <= point.window <= min(4096, point.length) for point in points if point.window)
+    full, causal = (backward.Point(64, 512, masked, 1, 1, 1, 512) for masked in (False, True))
+    assert full.flops == 2 * causal.flops == 2 * causal._replace(window=512).flops  # a window as wide as all keys

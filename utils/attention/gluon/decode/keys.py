@@ -10,10 +10,10 @@ A program's warps meet at a barrier before that anyway, for the maxima over the 
 
     part        what                                    head dim 64           128                 256
     columns     heads of the group x new tokens         16; more: `rows.py`
-    block       keys                                    256                   128                 64
+    block       keys                                    128                   128, or 64          64
     ring        tiles of K and V in turn                4                     4                   6
     pipeline    the next block's scores are computed during this block's softmax
-    programs    one an SM
+    programs    one an SM; two where there are as many heads as SMs, with blocks of 64 keys at 128
 
 Measured against the other libraries: docs/kernels/decode.md, assets/results/h200/decode.json.
 """
@@ -191,7 +191,7 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     dtype: gl.constexpr = k_desc.dtype
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(PLAN.columns))
     cursor, count = cache.start(whole)
-    if cursor.b < cache.batch:
+    if count > 0:
         ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
         full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         q_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, PLAN.columns, PLAN.block_d], q_desc.layout)

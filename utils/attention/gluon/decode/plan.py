@@ -27,9 +27,9 @@ HINT_BYTES = 300 << 20
 # Heads times bytes of keys and values up to which half of the SMs read: more parts of a head take longer to add up than to read.
 # That gains 5 to 28% of the calls that were timed.
 HALF_BYTES = 40_000_000
-# A merge takes as long as one program reads so many bytes, and six times what a part has. Heads of 512 keys that are not divided take
-# 12 to 19 us in place of 16 to 24.
-MERGE_BYTES = 1 << 18
+# A merge takes as long as one program reads so many bytes for each of a head's 128 numbers or fewer, and six times what a part has.
+# Heads of 512 keys that are not divided take 12 to 19 us in place of 16 to 24.
+MERGE_BYTES = 1 << 11
 # Of a head's keys and values: up to here tiles of 64 query rows that run at the same time are faster than half as many of 128.
 SHORT_BYTES = 1 << 21
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
@@ -86,7 +86,7 @@ class Plan:
         Roles share a program's registers among themselves. With one consumer they are so few that a program of the merge finds
         room on the SM and waits there with its first instructions loaded: 4% over nine calls. For 256 columns ptxas needs 168.
         """
-        most = 168 if self.block_d == 256 else 128 if self.consumers == 2 else 144
+        most = 168 if self.block_d == 256 else 128 if self.consumers == 2 else 112 if self.per_sm == 2 else 144
         return {"num_warps": 4 * max(self.consumers, 1)} | (
             {"maxnreg": most} if self.consumers and not self.cluster else {}
         )
@@ -102,8 +102,8 @@ class Plan:
 
 # By head dimension: keys of a block and slots of the ring. Half as many slots, or blocks of half as many keys, are 1 to 3% slower
 # where each program reads long heads; more slots are 1 to 2% slower from 250 MB on.
-KEYS = {64: (256, 4), 128: (128, 4), 256: (64, 6)}
-ROWS = {64: (128, 8), 128: (128, 4), 256: (64, 4)}
+KEYS = {64: (128, 4), 128: (128, 4), 256: (64, 6)}
+ROWS = {64: (128, 4), 128: (128, 4), 256: (64, 4)}
 # With two consumers; 64 keys are 1.03 times as fast as blocks of 128 over ten calls.
 TWO_ROWS = {64: (128, 8), 128: (64, 8), 256: (64, 4)}
 CLUSTERS = {64: (128, 8), 128: (128, 6)}
@@ -119,8 +119,10 @@ FP8 = (
     (256, 16, 64, 4),
 )
 TILES: dict[tuple, Plan] = {
-    **{("keys", d): Plan(d, n, MANY_ROWS, slots, box=min(n, 128)) for d, (n, slots) in KEYS.items()},
-    **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1) for d, (n, slots) in ROWS.items()},
+    **{("keys", d): Plan(d, n, MANY_ROWS, slots, per_sm=1 + (d == 64)) for d, (n, slots) in KEYS.items()},
+    **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1, per_sm=1 + (d == 64)) for d, (n, slots) in ROWS.items()},
+    # With as many heads as SMs two programs share one: 1.05 times as fast over 15 calls, 1.3 at most; with fewer heads 0.84 to 1.03.
+    ("keys of many heads", 128): Plan(128, 64, MANY_ROWS, 4, per_sm=2),
     **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in TWO_ROWS.items()},
     **{("cluster", d): Plan(d, n, 8, slots, cluster=True) for d, (n, slots) in CLUSTERS.items()},
     ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, cluster=True),
@@ -206,7 +208,7 @@ def takes_whole_heads(shape: Shape, plan: Plan, heads: int, programs: int) -> bo
     rounds = -(-heads // programs)
     # What a program reads more than its share; lengths are half of the longest.
     more = shape.bytes // (shape.batch * shape.kv_heads) * (1 - heads / programs / (2 if shape.lengths else 1))
-    if heads <= programs and more <= MERGE_BYTES + 24 * plan.columns * plan.block_d:
+    if heads <= programs and more <= MERGE_BYTES * min(plan.block_d, 128) + 24 * plan.columns * plan.block_d:
         return True
     balanced = rounds * programs <= 1.04 * heads or blocks == 1 or 0.7 * programs <= heads <= programs
     return balanced and not shape.lengths
@@ -217,18 +219,9 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     heads = shape.batch * shape.kv_heads
     blocks = -(-shape.keys // 128)
     parts = next((n for n, fitting in FITTING_CLUSTERS.items() if heads <= fitting and n < max(2 * blocks, 4)), 0)
-    if (
-        shape.window
-        or shape.fp8
-        or shape.rows > 64
-        or not parts
-        or multiprocessors < 132
-        or 0 < shape.page < SMALL_PAGE
-    ):
-        return 0
     unequal = shape.lengths and shape.batch > 1
     most = FEW_BYTES if heads * parts < FEWEST_OF_CLUSTERS else UNEQUAL_BYTES if unequal else shape.bytes
-    if shape.bytes > heads * parts * most:
+    if not parts or shape.bytes > heads * parts * most:
         return 0
     if shape.width == 256 or (shape.width == 64 and (shape.keys > CLUSTER_KEYS or shape.rows > 8)):
         return 0
@@ -240,17 +233,16 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     return parts
 
 
-def sequence_parts(shape: Shape, multiprocessors: int) -> int:
+def sequence_parts(shape: Shape) -> int:
     """Choose the programs of a cluster where each of several sequences in pages has 64 programs; 0 for the other kernels.
 
     A long sequence among short ones is then as fast as by itself; two programs share an SM, so that nearly all SMs work where
     lengths are equal. The lengths and the first pages are on their way together, which the other kernels fetch one by one.
     """
     parts = 64 // shape.kv_heads
-    timed = multiprocessors >= 132 and shape.width == 128 and shape.rows <= 8 and not shape.window and not shape.fp8
+    timed = shape.width == 128 and shape.rows <= 8 and shape.page and shape.batch > 1
     few = PAGED_KEYS[0] <= shape.keys <= PAGED_KEYS[1] and shape.batch * shape.keys <= PAGED_SIZE
-    several = shape.page >= SMALL_PAGE and shape.batch > 1
-    return parts if timed and few and several and parts * shape.kv_heads == 64 and parts in FITTING_CLUSTERS else 0
+    return parts if timed and few and parts * shape.kv_heads == 64 and parts in FITTING_CLUSTERS else 0
 
 
 def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
@@ -259,23 +251,26 @@ def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
     if shape.fp8:
         columns = [n for d, n, *_ in FP8 if d == width]
         return TILES["fp8", width, next((n for n in columns if rows <= n), columns[-1])]
-    # Where a block is several pages, a warp that does nothing but load is worth more.
-    keys = TILES["keys", width]
-    if rows <= MANY_ROWS and not (shape.page and shape.page < min(keys.block_n, 128)):
-        return keys
     heads = shape.batch * shape.kv_heads
+    # Two tiles of 64 rows that are computed at the same time read keys from the L2.
     short = shape.bytes <= SHORT_BYTES * heads and heads * -(-rows // 64) <= multiprocessors
-    # Two tiles of 64 rows that are computed at the same time read keys from the L2, and are faster than one at head dimension 256.
-    few = 10 * heads < 7 * multiprocessors if width == 256 else short
-    many = rows > 64 and not few and not 0 < shape.page < SMALL_PAGE
-    return TILES["rows", width, 2 if many else 1]
+    if rows > 64 and not short:
+        return TILES["rows", width, 2]
+    # Where a block is several pages, a warp that does nothing but load is worth more.
+    if rows > MANY_ROWS or 0 < shape.page < SMALL_PAGE:
+        return TILES["rows", width, 1]
+    return TILES["keys of many heads" if width == 128 and heads >= multiprocessors else "keys", width]
 
 
 def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     """Choose how a call is computed."""
     heads = shape.batch * shape.kv_heads
-    of_sequence = sequence_parts(shape, multiprocessors)
-    parts = of_sequence or cluster_parts(shape, multiprocessors)
+    # Of clusters nothing else was timed.
+    alike = (
+        multiprocessors >= 132 and shape.rows <= 64 and not (shape.window or shape.fp8 or 0 < shape.page < SMALL_PAGE)
+    )
+    of_sequence = sequence_parts(shape) if alike else 0
+    parts = of_sequence or (cluster_parts(shape, multiprocessors) if alike else 0)
     if of_sequence:
         plan = TILES["cluster of a sequence", 128]
     elif parts:
@@ -289,7 +284,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
         return Arrangement(plan, heads * parts, parts=parts, hint=hint)
     tiles = -(-shape.rows // plan.columns)
     heads *= tiles
-    places = multiprocessors * plan.per_sm
+    places = multiprocessors * (plan.per_sm if heads >= multiprocessors or plan.fp8 else 1)
     whole = takes_whole_heads(shape, plan, heads, places)
     few = heads * shape.bytes <= HALF_BYTES and not shape.fp8
     programs = min(heads, places) if whole else max(1, places // 2 if few else places)

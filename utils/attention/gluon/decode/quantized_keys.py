@@ -157,7 +157,7 @@ def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     layout: gl.constexpr = accumulator(COLUMNS)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     cursor, count = cache.start(whole)
-    if cursor.b < cache.batch:
+    if count > 0:
         k_ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
         v_ring = gl.allocate_shared_memory(v_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
         full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())

@@ -1,8 +1,9 @@
 """Which program reads which blocks of keys.
 
 The blocks of all heads stand in one long row, sequence by sequence, head by head. Each program takes the same number of
-neighbours, so every SM reads the same number of bytes. Where that costs hardly more, each head is cut by itself, into pieces of
-the same number of blocks: no program then has parts of two heads. A head that lies in several programs is merged.
+neighbours; the beginning of a head counts as a block, because it takes about as long. Where that costs hardly more, each head is
+cut by itself, into pieces of the same number of blocks: no program then has parts of two heads. A head that lies in several
+programs is merged.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -14,6 +15,9 @@ from utils.attention.gluon.shared import aggregate
 
 LONGER = gl.constexpr(16)  # pieces may be longer than an equal share by one block, and by one of so many
 CHUNK = gl.constexpr(128)  # sequences whose lengths a warp looks at together, four a lane
+# Blocks that a head's beginning counts as, since nothing runs beside its first scores and its store. With 0, 32 x 32 heads of up to 768
+# keys took 90 us in place of 76: the programs of short sequences had the most heads.
+BEGINNING = gl.constexpr(1)
 
 
 @gluon.jit
@@ -30,12 +34,12 @@ def count_blocks(length, sq, left, block_n):
 
 
 @gluon.jit
-def grains_of_chunk(lens_ptr, begin, batch, sq, left, block_n, grain):
-    """Grains of the sequences begin .. begin + CHUNK - 1, zero for those that do not exist; each warp has all of them."""
+def blocks_of_chunk(lens_ptr, begin, batch, sq, left, block_n):
+    """Blocks of the sequences begin .. begin + CHUNK - 1, zero for those that do not exist; each warp has all of them."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     b = begin + gl.arange(0, CHUNK, layout)
     lengths = gl.load(lens_ptr + b, mask=b < batch, other=0)
-    return gl.where(b < batch, (count_blocks(lengths, sq, left, block_n) + (grain - 1)) // grain, 0)
+    return gl.where(b < batch, count_blocks(lengths, sq, left, block_n), 0)
 
 
 @gluon.jit
@@ -43,7 +47,7 @@ def all_blocks(lens_ptr, batch, sq, left, block_n):
     """Sum of the blocks, of one head each, of all sequences."""
     total = gl.to_tensor(0)
     for begin in range(0, batch, CHUNK):
-        total += gl.sum(grains_of_chunk(lens_ptr, begin, batch, sq, left, block_n, 1), 0)
+        total += gl.sum(blocks_of_chunk(lens_ptr, begin, batch, sq, left, block_n), 0)
     return total
 
 
@@ -54,19 +58,33 @@ def _add(a, b):
 
 @aggregate
 class Split:
-    """Programs 0 .. extra-1 take share + 1 grains, the others share.
+    """Programs 0 .. extra-1 take share + 1 units, the others share.
 
-    A grain is so many blocks of a head, or what is left of them at its end: one, those of a piece, or a whole head.
+    A head is so many units: its beginning, and behind it grains of so many blocks, or of what is left of them at its end: of one,
+    of those of a piece, or of a whole head.
     """
 
     share: gl.tensor
     extra: gl.tensor
     grain: gl.tensor
+    beginning: gl.tensor  # units
 
     @gluon.jit
     def begin(self, program):
-        """First grain of a program."""
+        """First unit of a program."""
         return program * self.share + gl.minimum(program, self.extra)
+
+    @gluon.jit
+    def units(self, blocks):
+        """Units of a head of so many blocks."""
+        return self.beginning + gl.cdiv(blocks, self.grain)
+
+    @gluon.jit
+    def blocks_before(self, unit, blocks):
+        """How many blocks stand before a unit, if heads of so many blocks stand in one row; and how many whole heads."""
+        head = unit // gl.maximum(self.units(blocks), 1)
+        j = (unit - head * self.units(blocks) - self.beginning) * self.grain
+        return head * blocks + gl.minimum(gl.maximum(j, 0), blocks), head
 
 
 @gluon.jit
@@ -85,10 +103,11 @@ def deal(lens_ptr, lengths, batch, heads, sk, sq, left, block_n, whole, programs
     cut = (whole == 0) & (mine >= batch + lengths) & (piece <= least + least // LONGER + 1)
     # With a window a shorter sequence may need one block more.
     grain = gl.where(whole > 0, each + lengths, gl.where(cut, piece, 1))
-    grains = heads * gl.where(whole > 0, batch, total)
-    programs = gl.minimum(programs, grains)
-    share = gl.where(cut, 1, grains // programs)
-    return Split(share, gl.where(cut, 0, grains - share * programs), grain)
+    beginning = gl.where(cut | (whole > 0), 0, BEGINNING)
+    units = heads * (batch * beginning + gl.where(whole > 0, batch, total))
+    programs = gl.minimum(programs, units)
+    share = gl.where(cut, 1, units // programs)
+    return Split(share, gl.where(cut, 0, units - share * programs), grain, beginning)
 
 
 @aggregate
@@ -157,30 +176,34 @@ class Cache:
         heads = self.heads * self.tiles  # each tile of query rows reads the keys for itself
         sizes = self.batch, heads, self.sk, self.sq, self.left
         split = deal(self.lens_ptr, self.lengths, *sizes, block_n, whole, gl.num_programs(0))
-        program = gl.program_id(0)
-        unit = split.begin(program)
-        grain = split.grain
-        each = gl.cdiv(count_blocks(self.sk, self.sq, self.left, block_n), grain) * heads
+        unit, end = split.begin(gl.program_id(0)), split.begin(gl.program_id(0) + 1)
+        each = split.units(count_blocks(self.sk, self.sq, self.left, block_n)) * heads
         b = unit // each
         begin = b * each
-        if (self.lengths > 0) & (whole == 0):
+        count = 0 * b
+        unequal = (self.lengths > 0) & (whole == 0)
+        if unequal:
             b = 0 * b
             begin = 0 * begin
-            end = 0 * begin
+            total = 0 * begin
             for chunk in range(0, self.batch, CHUNK):
-                grains = grains_of_chunk(self.lens_ptr, chunk, self.batch, self.sq, self.left, block_n, grain)
-                ends = end + gl.associative_scan(grains * heads, 0, _add)
+                blocks = blocks_of_chunk(self.lens_ptr, chunk, self.batch, self.sq, self.left, block_n)
+                units = gl.where(blocks > 0, split.units(blocks) * heads, 0)
+                ends = total + gl.associative_scan(units, 0, _add)
                 before = ends <= unit
                 b += gl.sum(before.to(gl.int32), 0)
                 begin = gl.maximum(begin, gl.max(gl.where(before, ends, 0), 0))
-                end = gl.max(ends, 0)
+                first = gl.minimum(gl.maximum(unit - (ends - units), 0), units)
+                last = gl.minimum(gl.maximum(end - (ends - units), 0), units)
+                count += gl.sum(split.blocks_before(last, blocks)[0] - split.blocks_before(first, blocks)[0], 0)
+                total = gl.max(ends, 0)
         zero = gl.to_tensor(0)
         cursor = self.at(b, zero, zero, zero, self.length(b))
-        grains = gl.cdiv(cursor.blocks, grain)
-        flat = (unit - begin) // grains
+        skipped, flat = split.blocks_before(unit - begin, cursor.blocks)
+        if not unequal:
+            count = split.blocks_before(gl.minimum(end, self.batch * each) - begin, cursor.blocks)[0] - skipped
         head = flat // self.tiles
-        j = (unit - begin - flat * grains) * grain
-        count = (split.begin(program + 1) - unit - 1) * grain + gl.minimum(grain, cursor.blocks - j)
+        j = skipped - flat * cursor.blocks
         return Cursor(b, head, flat - head * self.tiles, j, cursor.length, cursor.first, cursor.blocks), count
 
     @gluon.jit
