@@ -74,7 +74,7 @@ break_it(READ_ONE, {"as it should be": (0, 0), "(a) the other phase": (1, 0), "(
 # ### Question 1.1: What a tile costs, and what it needs {points}
 #
 # A step of flash attention, bf16, `rows` queries over `keys` keys, head dimension `d`: $S = QK^\top$, an exponential
-# for each score, $O \mathrel{+}= PV$. A cycle of one SM: 4096 FLOPs, 16 exponentials, 20 bytes loaded. $Q$ is on chip.
+# per score, $O \mathrel{+}= PV$. A cycle of one SM: 4096 FLOPs, 16 exponentials, 20 bytes loaded. $Q$ is on chip.
 #
 # 1. `tile_cycles`: cycles of (products, exponentials, loads).
 # 2. `shared_bytes`: $Q$ of `consumers` warpgroups (64 rows each); rings for $K$ and $V$, each `stages` slots of `keys` rows.

@@ -682,8 +682,8 @@ beside_guess("share of the roof, decode", rows[5]["share of roof"])
 # Decode reads the whole cache for one query. A second query, or a group that shares the keys, would ride along for nothing. That
 # is what speculative decoding and grouped-query attention live on. How many may ride?
 #
-# **Before you run.** From `queries_to_ridge`: how many queries until decode is limited by compute? Up to which number will they
-# take at most 1.25 times as long as one query?
+# **Before you run.** From `queries_to_ridge`: how many queries until decode is limited by compute? Up to which number is their
+# time below 1.25 times that of one query?
 
 # %%
 guesses["queries that ride for at most 1.25 times the time"] = None  # a power of two
