@@ -14,18 +14,17 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from tools.record.attention_ratios import relative_difference
-from tools.record.common import Record, arguments_parser, numbers
+from tools.record.common import Record, arguments_parser
 from utils.benchmark.measuring import measure_together
 
 PEERS = ("cudnn", "fa3", "fa4")
-LENGTHS, HEAD_DIMS = "4096,16384", "64,128,256"
 WRONG = 0.02  # a relative error above this, four times the greatest of a right one, leaves a contender out
 WORK, TOKENS = (
     7e12,
@@ -59,16 +58,6 @@ class Point(NamedTuple):
         return 10.0 * self.batch * self.heads * self.head_dim * (self.length * seen - hidden)
 
 
-def rows_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Copy tensors (B, H, S, D) to (B, S, H, D), the layout of the flash-attn packages."""
-    return [x.transpose(1, 2).contiguous() for x in tensors]
-
-
-def heads_first(gradients) -> tuple[torch.Tensor, ...]:
-    """View dQ, dK and dV of a flash-attn package as (B, H, S, D)."""
-    return tuple(x.transpose(1, 2) for x in gradients[:3])
-
-
 def cudnn_backward(q, k, v, dout, out, lse, point: Point) -> Gradients:
     """Return the call of cuDNN's backward pass alone."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -83,21 +72,20 @@ def cudnn_backward(q, k, v, dout, out, lse, point: Point) -> Gradients:
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
-def fa3_backward(q, k, v, dout, out, lse, point: Point) -> Gradients:
-    """Return the call of FlashAttention 3's backward pass (its C++ build, see --fa3)."""
-    q, k, v, dout, out = rows_first(q, k, v, dout, out)
-    left, right = (point.window - 1, 0) if point.window else (-1, -1)
-    mask = {"is_causal": point.causal, "window_size_left": left, "window_size_right": right}
-    return lambda: heads_first(torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, **mask))
+def flash_backward(version: int, q, k, v, dout, out, lse, point: Point) -> Gradients:
+    """Return the call of the backward pass of FlashAttention 3 (its C++ build, see --fa3) or 4, on tensors (B, S, H, D)."""
+    q, k, v, dout, out = (x.transpose(1, 2).contiguous() for x in (q, k, v, dout, out))
+    mask: dict[str, Any]
+    if version == 3:
+        left, right = (point.window - 1, 0) if point.window else (-1, -1)
+        mask = {"is_causal": point.causal, "window_size_left": left, "window_size_right": right}
+        call = functools.partial(torch.ops.flash_attn_3.bwd, dout, q, k, v, out, lse, **mask)
+    else:
+        from flash_attn.cute.interface import _flash_attn_bwd
 
-
-def fa4_backward(q, k, v, dout, out, lse, point: Point) -> Gradients:
-    """Return the call of FlashAttention 4's backward pass."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    q, k, v, dout, out = rows_first(q, k, v, dout, out)
-    mask = {"causal": point.causal, "window_size_left": point.window and point.window - 1}
-    return lambda: heads_first(_flash_attn_bwd(q, k, v, out, dout, lse, **mask))
+        mask = {"causal": point.causal, "window_size_left": point.window and point.window - 1}
+        call = functools.partial(_flash_attn_bwd, q, k, v, out, dout, lse, **mask)
+    return lambda: tuple(x.transpose(1, 2) for x in call()[:3])
 
 
 def gluon_backward(q, k, v, dout, out, lse, point: Point, deterministic: bool = False) -> Gradients:
@@ -110,18 +98,18 @@ def gluon_backward(q, k, v, dout, out, lse, point: Point, deterministic: bool = 
 
 MAKERS: dict[str, Callable[..., Gradients]] = {
     "cudnn": cudnn_backward,
-    "fa3": fa3_backward,
-    "fa4": fa4_backward,
+    "fa3": functools.partial(flash_backward, 3),
+    "fa4": functools.partial(flash_backward, 4),
     "gluon": gluon_backward,
     "deterministic": functools.partial(gluon_backward, deterministic=True),
 }
 
 
-def table_points(head_dims: Iterable[int], lengths: Iterable[int]) -> list[Point]:
+def table_points() -> list[Point]:
     """Return points of 16384 tokens and a model width of 2048."""
     return [
         Point(head_dim, length, causal, max(1, 16384 // length), 2048 // head_dim, 2048 // head_dim, length)
-        for head_dim, length, causal in itertools.product(head_dims, lengths, (False, True))
+        for head_dim, length, causal in itertools.product((64, 128, 256), (4096, 16384), (False, True))
     ]
 
 
@@ -219,8 +207,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = arguments_parser(__doc__, pairs=11)
     parser.add_argument("table", choices=("ratios", "drawn"))
     parser.add_argument("--fa3", type=Path, help="FlashAttention 3's library, _C.so")
-    parser.add_argument("--head-dims", type=numbers, default=HEAD_DIMS)
-    parser.add_argument("--lengths", type=numbers, default=LENGTHS)
     parser.add_argument("--seed", type=int, default=20261130, help="drawn: what the shapes are drawn by")
     options = parser.parse_args(arguments)
     if options.out is None:
@@ -230,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
     drawn = options.table == "drawn"
     names = ["gluon", *PEERS] + ([] if drawn else ["deterministic"])
     torch.manual_seed(0)
-    points = drawn_points(options.seed) if drawn else table_points(options.head_dims, options.lengths)
+    points = drawn_points(options.seed) if drawn else table_points()
     record = Record(options.out, f"backward {options.table}", "cuda", options.seconds, samples=options.pairs)
     complete = record.fill(points, lambda point: measured_row(point, names, options.pairs), show)
     record.contents["geometric_means"] = geometric_means(record.contents["rows"])

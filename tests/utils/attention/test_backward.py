@@ -26,17 +26,22 @@ def tensors(batch, heads, kv_heads, sq, sk, head_dim, dtype, seed=0):
     return q, k, v, dout
 
 
-def simulated(q, k, v, dout, seed=None, step=6, deterministic=False, **problem):
-    """Run a backward in the simulator: its gradients, and those of float64."""
+def run_backward(*given, seed=None, **options):
+    """Run a backward in the simulator."""
     from utils import gluon_cpu
     from utils.attention.gluon.backward.launch import backward
 
-    out, lse = reference(q, k, v, **problem)
     with gluon_cpu.simulate(seed=seed) as run:
-        gradients = backward(
-            *(dout, q, k, v, out.to(q.dtype), lse.float()), step=step, deterministic=deterministic, **problem
-        )
+        gradients = backward(*given, **options)
     assert run.ok
+    return gradients
+
+
+def simulated(q, k, v, dout, seed=None, step=6, deterministic=False, **problem):
+    """Run a backward in the simulator: its gradients, and those of float64."""
+    out, lse = reference(q, k, v, **problem)
+    options = {"seed": seed, "step": step, "deterministic": deterministic}
+    gradients = run_backward(dout, q, k, v, out.to(q.dtype), lse.float(), **options, **problem)
     return gradients, reference_gradients(q, k, v, dout, **problem)[1]
 
 
@@ -46,9 +51,8 @@ def check(gradients, expected, dtype, names=("dq", "dk", "dv")):
         assert relative_error(x, y) < LIMITS[dtype], name
 
 
-SLOW = {(1, 128), (3, 64), (6, 96)}
 LADDER = [
-    pytest.param(step, head_dim, marks=[pytest.mark.slow] if (step, head_dim) in SLOW else [])
+    pytest.param(step, head_dim, marks=[pytest.mark.slow] if (step, head_dim) in {(1, 128), (3, 64), (6, 96)} else [])
     for step, head_dim in ((1, 64), (1, 128), (3, 64), (3, 128), (6, 64), (6, 72), (6, 96), (6, 128), (6, 256))
 ]
 
@@ -65,13 +69,8 @@ def test_the_deterministic_mode_matches_float64(head_dim):
     check(*simulated(q, k, v, dout, causal=True, deterministic=True), torch.float16)
 
 
-PROBLEMS = [
-    {"causal": True, "window": 40},
-    {"window": 30},
-    {"scale": -0.3},  # a negative factor turns the order of the scores around
-    {"scale": 0.0},
-    {},
-]
+# A negative factor turns the order of the scores around.
+PROBLEMS = [{"causal": True, "window": 40}, {"window": 30}, {"scale": -0.3}, {"scale": 0.0}, {}]
 
 
 @pytest.mark.parametrize("problem", slow_but_first(PROBLEMS), ids=str)
@@ -81,9 +80,10 @@ def test_masks_and_scales(problem, deterministic):
     check(*simulated(q, k, v, dout, deterministic=deterministic, **problem), torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    "problem", slow_but_first([{"causal": True}, {"window": 60}, {"causal": True, "window": 50}]), ids=str
-)
+MASKS = [{"causal": True}, {"window": 60}, {"causal": True, "window": 50}]
+
+
+@pytest.mark.parametrize("problem", slow_but_first(MASKS), ids=str)
 @pytest.mark.parametrize("keys", [300, 128])  # with a tail and without
 @pytest.mark.parametrize("head_dim", slow_but_first([64, 128]))
 def test_masked_tiles_beside_others(problem, keys, head_dim):
@@ -136,30 +136,21 @@ def test_strided_tensors(step):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_output_and_statistics_of_another_layout(deterministic):
     """The sum of dO * O reads rows: an output whose columns are apart, and a log-sum-exp in fp64, gave other gradients."""
-    from utils import gluon_cpu
-    from utils.attention.gluon.backward.launch import backward
-
     q, k, v, dout = tensors(1, 1, 1, 70, 90, 64, torch.bfloat16)
     out, lse = reference(q, k, v)
     out = out.to(q.dtype).transpose(2, 3).contiguous().transpose(2, 3)
-    with gluon_cpu.simulate():
-        gradients = backward(dout, q, k, v, out, lse.double(), deterministic=deterministic)
+    gradients = run_backward(dout, q, k, v, out, lse.double(), deterministic=deterministic)
     check(gradients, reference_gradients(q, k, v, dout)[1], torch.bfloat16)
 
 
 def test_a_gradient_of_the_log_sum_exp_is_added():
-    from utils import gluon_cpu
-    from utils.attention.gluon.backward.launch import backward
-
     q, k, v, dout = tensors(1, 1, 1, 90, 70, 64, torch.float16)
     dlse = torch.randn(1, 1, 90)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     scores = wide[0] @ wide[1].transpose(-1, -2) / 8
     out, lse = torch.softmax(scores, -1) @ wide[2], torch.logsumexp(scores, -1)
     expected = torch.autograd.grad((out, lse), wide, (dout.double(), dlse.double()))
-    with gluon_cpu.simulate():
-        gradients = backward(dout, q, k, v, out.detach().half(), lse.detach().float(), dlse=dlse)
-    check(gradients, expected, torch.float16)
+    check(run_backward(dout, q, k, v, out.detach().half(), lse.detach().float(), dlse=dlse), expected, torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +208,9 @@ def test_query_heads_that_share_few_wide_keys_get_keys_of_their_own(monkeypatch)
 
 
 def test_no_queries_give_zeros():
-    from utils.attention.gluon.backward.launch import backward
-
     q, k, v, dout = tensors(1, 2, 2, 0, 70, 64, torch.bfloat16)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
-    dq, dk, dv = backward(dout, q, k, v, q, torch.empty(1, 2, 0))
+    dq, dk, dv = run_backward(dout, q, k, v, q, torch.empty(1, 2, 0))
     assert dq.shape == q.shape and not dk.any() and not dv.any()
     assert dk.is_contiguous(), "as the operator tells torch.compile"
 
@@ -387,10 +376,10 @@ def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
         f"for step, head_dim, deterministic in {COMPILED!r}:\n"
         "    a = compile_backward(step, head_dim, deterministic=deterministic)\n"
         "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings, a.unused_barriers, a.count('MUFU.EX2'), a.count('HGMMA.64x80x16')]))\n"
-        "for mask, number, most in ('ends', 0, 0), ('ends', 2, 0), ('packed', 1, 128), ('packed', 2, 0):\n"  # bytes around its loops
+        "for mask, number, most in ('ends', 0, 0), ('ends', -1, 0), ('packed', -2, 128), ('packed', -1, 0):\n"  # bytes around its loops
         "    a = compile_backward(6, mask=mask, number=number)\n"
         "    sizes = [size for _, size in parameters(a.ptx)]  # what a kept launch packs: descriptors, and two pointers of Triton's last\n"
-        "    assert a.spill_bytes <= most and sizes.count(128) == 9 * (number == 1) and sizes[-2:] == [8, 8]"
+        "    assert a.spill_bytes <= most and sizes.count(128) == 9 * (number == -2) and sizes[-2:] == [8, 8]"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     rows = [json.loads(line) for line in done.stdout.splitlines()]

@@ -77,37 +77,33 @@ def arguments_of(g: Gradients, launch: Launch) -> list:
 def launches(
     step: int, g: Gradients, order: Order, causal: bool, window: int, scale: float, packed: Packed | None = None
 ) -> list[Launch]:
-    """Return the launches of a backward pass: `start_backward`, the step's own kernel, and those that finish."""
+    """Return the launches of a backward pass: `start_backward`, dQ's own if there is one, the step's, and the one that finishes."""
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
     rows, width = g.lse2.shape[1], plan.block_d
     # Columns of the sums of dQ, in units of 64 and, those that are cleared, of 8.
     summed = (width // 64, head_dim // 8) if plan.dq else (0, 0)
     # In units of 8 elements: the kernel knows so of 16 bytes.
     strides = [n // 8 for x in (g.out, g.dout) for n in x.stride()[:3]]
-    start = Launch(
-        "fragments.start_backward",
-        (rows // 64, batch * heads),
-        ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter"),
-        (*strides, sq, heads, head_dim // 8, *summed),
-        {"DLSE": g.dlse is not g.lse},
-    )
+    tensors: tuple[str, ...] = ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter")
+    numbers: tuple = (*strides, sq, heads, head_dim // 8, *summed)
+    constants: dict[str, Any] = {"DLSE": g.dlse is not g.lse}
+    found = [Launch("fragments.start_backward", (rows // 64, batch * heads), tensors, numbers, constants)]
     blocks_n = -(-sk // plan.block_n) if packed is None else len(packed.blocks)
     sizes = sq, sk, *(span(causal, window) if packed is None else (packed.table, 0)), heads, kv_heads
     blocks = blocks_n, order.section, batch * kv_heads, order.whole, order.pieces
-    found = [start, step_launch(step, g, sizes, blocks, order.whole + order.slots, scale)]
+    if not plan.dq:
+        keys, grid = 128 if width == 64 else 64, (-(-sq // 128) * batch * heads,)
+        tensors, constants = ("q", "dout", "k", "v", "dq", "lse2", "delta"), {"PLAN": replace(plan, depth=0)}
+        more = (*sizes, scale), constants, (64, 64, keys, keys, 64)
+        found.append(Launch("dq.attention_backward_dq", grid, tensors, *more, early=True))
+    found.append(step_launch(step, g, sizes, blocks, order.whole + order.slots, scale))
     for_parts = order.slots // order.pieces * width // 8
     programs = for_parts + rows // 64 * batch * heads * summed[0]
     if programs:
-        tensors: tuple[str, ...] = ("sums", "dq", "parts", "dv", "dk")
+        tensors = "sums", "dq", "parts", "dv", "dk"
         numbers = *sizes[:3], head_dim // 8, width // 64, *blocks, for_parts, scale
-        constants: dict[str, Any] = {"TABLE": packed is not None}
+        constants = {"TABLE": packed is not None}
         found.append(Launch("fragments.finish_backward", (programs,), tensors, numbers, constants, early=True))
-    if not plan.dq:
-        keys, grid = 128 if width == 64 else 64, (-(-sq // 128) * batch * heads,)
-        tensors = "q", "dout", "k", "v", "dq", "lse2", "delta"
-        constants = {"PLAN": replace(plan, depth=0)}
-        boxes = 64, 64, keys, keys, 64
-        found.append(Launch("dq.attention_backward_dq", grid, tensors, (*sizes, scale), constants, boxes))
     return found
 
 

@@ -24,6 +24,7 @@ from utils.attention.gluon.backward.pipeline import LOG2_E, SIZES, make_sizes
 from utils.attention.gluon.backward.step3_warp_specialized import store_rows
 from utils.attention.gluon.pipeline import allocate_ring
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, tma_load, wait_products
+from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 
 
 @gluon.jit
@@ -127,6 +128,8 @@ def attention_backward_dq(
     v = allocate_ring(v_desc, V_SLOTS, 1, 2)
     loaded = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded.index(0), count=1)
+    wait_for_launch_before()
+    let_next_launch_begin()  # dK's and dV's, which reads what was waited for here, and takes the SMs that the last blocks leave
     place = (row, batch, flat - batch * heads)
     rings = (q, do, k, v, loaded)
     first = flat.to(gl.int64) * tiles * 128

@@ -4,7 +4,7 @@
     dq, dk, dv = backward(dout, q, k, v, out, lse, causal=True)
 
 Three kernels: `start_backward` (delta, and zeros for the sums of dQ), the step's own, and `finish_backward`; each may begin
-while the one before ends. In deterministic mode and at head dimension 256 the kernel of `dq.py` computes dQ, without sums.
+while the one before ends. In deterministic mode and at head dimension 256 the kernel of `dq.py`, second, computes dQ without sums.
 """
 
 from __future__ import annotations

@@ -13,12 +13,9 @@ from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
 def compile_backward(
-    step: int, head_dim: int = 128, *, mask: str = "ends", deterministic: bool = False, number: int = 1
+    step: int, head_dim: int = 128, *, mask: str = "ends", deterministic: bool = False, number: int = -2
 ) -> Assembly:
-    """Compile a kernel of a backward pass in bf16 for sm_90a: the step's own (number 1), the one before it (0), or one that finishes.
-
-    The arguments before `number` are those of `plan_for`.
-    """
+    """Compile a launch of a backward pass in bf16 for sm_90a: the first (number 0), the step's own (-2), or the last (-1)."""
     from triton.runtime.jit import mangle_type
 
     q = torch.empty(1, 1, 128, head_dim, dtype=torch.bfloat16, device="meta")

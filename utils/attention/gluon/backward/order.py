@@ -8,11 +8,10 @@ things make SMs wait for each other at the end:
   in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size, and larger
   where that makes up for it: packed sequences of 8 heads ended 3 and 7% earlier.
 - Fewer blocks than SMs, or a last round of few blocks. Then these blocks are cut into pieces (`shares.py`), if that gains more
-  than the sums of the pieces cost. All pieces of a block come before the next block's, so that the last ones are short: the
-  first pieces of all blocks before all second ones took 1.12 times as long at ten grouped causal shapes.
+  than the sums of the pieces cost. All pieces of a block come before the next block's, so that the last ones are short.
 
-The schedule is computed as a list schedule: each block goes to the SM that is free first. With its costs, fitted to recorded
-times, it gives the times of eight recorded shapes within 6%.
+The schedule is computed as a list schedule: each block goes to the SM that is free first, with costs that were fitted to
+recorded times. Of six orders at each of fourteen short shapes, the fastest was chosen thirteen times.
 """
 
 from __future__ import annotations

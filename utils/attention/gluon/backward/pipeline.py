@@ -305,7 +305,7 @@ def load_part(work, part, done, descriptors):
                 tma_load(v_desc, at, work.loaded.index(1), work.v.index(w))
         if part.count > 0:
             work.do.load(done + i, do_desc, delta_desc, part.batch, head, m * BLOCK_M)
-        if i == 0:
+        if work.sizes.PLAN.dq and i == 0:
             # The rows' numbers, the sums of dQ and the counter are `start_backward`'s, which may not have ended yet.
             wait_for_launch_before()
         if part.count > 0:

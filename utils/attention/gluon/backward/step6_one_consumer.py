@@ -37,7 +37,7 @@ from utils.attention.gluon.shared import (
     tma_store,
     wait_products,
 )
-from utils.kernels.early_launch import let_next_launch_begin
+from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 
 # The named barrier at which the consumer has left a tile's dQ in shared memory. Triton uses one for each partition, and two.
 LEFT = gl.constexpr(6)
@@ -236,6 +236,8 @@ def consumer(work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_
         turn += 1
         key = share.next(turn, 8)
     tma.store_wait(0)  # a block that ends takes its shared memory along
+    if not work.sizes.PLAN.dq:
+        wait_for_launch_before()  # dQ's kernel may still run, and what comes behind this one relies on dQ, too
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from utils.attention.gluon.backward.fragments import FLAT, from_fragments, to_fr
 from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, own_block
 from utils.attention.gluon.backward.step3_warp_specialized import probabilities, store_rows
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, wait_products
+from utils.kernels.early_launch import wait_for_launch_before
 
 
 @gluon.jit
@@ -47,6 +48,8 @@ def first_consumer(work, part, exchange, dv_desc):
     # dO's first tile carries dV away: the other consumer has read the last dO when it has read the last P.
     mbarrier.wait(p_empty, (part.count & 1) ^ 1)
     store_rows(dv_desc, part.batch, part.kv_head, part.key, work.do.tiles.index(0), dv)
+    if gl.program_id(0) == 0:
+        wait_for_launch_before()  # dQ's kernel may still run, and what comes behind this one relies on dQ, too
 
 
 @gluon.jit
