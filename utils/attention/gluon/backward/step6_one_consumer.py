@@ -236,7 +236,8 @@ def consumer(work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_
         turn += 1
         key = share.next(turn, 8)
     tma.store_wait(0)  # a block that ends takes its shared memory along
-    wait_for_launch_before()  # where dQ's kernel still runs: what comes behind this one relies on dQ, too
+    if not work.sizes.PLAN.dq:
+        wait_for_launch_before()  # dQ's kernel may still run, and what comes behind this one relies on dQ, too
 
 
 @gluon.jit
