@@ -50,7 +50,7 @@ def draw_shapes(seed: int = SEED, count: int = SHAPES) -> list[dict]:
 
 def chosen(shape: dict) -> tuple:
     """Return the plan that a shape gets, and its number of parts."""
-    return choose(shape["m"], shape["n"], shape["k"], SMS)
+    return choose(shape["m"], shape["n"], shape["k"], shape["a_column_major"], shape["b_column_major"], SMS)
 
 
 def operands(shape: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +78,7 @@ def kernels_of(shapes: list[dict]) -> list[dict]:
     """Return shapes whose products compile all kernels that the shapes need, each once."""
     found = {}
     for shape in shapes:
-        key = chosen(shape)[0], shape["dtype"], shape["a_column_major"], shape["b_column_major"]
+        key = chosen(shape)[0].kernel, shape["dtype"]
         found.setdefault(key, shape)
     return [*found.values()]
 

@@ -29,7 +29,7 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
     from utils.attention.gluon.decode.plan import Shape, choose_tile
     from utils.attention.gluon.offline import compile_step
     from utils.kernels.gemm_launch import compile_for_hopper
-    from utils.kernels.gemm_plan import PLANS
+    from utils.kernels.gemm_plan import KERNELS
 
     for step in (1, 2, 3, 4, 5):
         for head_dim in (64, 128, 256):
@@ -62,7 +62,7 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
             f"decode, head dim {head_dim}, {tokens} new tokens in groups of 4 heads",
             lambda shape=shape: compile_decode(choose_tile(shape, 132)),
         )
-    for plan in PLANS:
+    for plan in KERNELS:
         for dtype in ("bf16", "fp16"):
             yield (
                 f"gemm {plan.name}, {dtype}",

@@ -63,14 +63,14 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 def _idiom(asm: str, pack: int, count: int) -> tuple[str, Any]:
     """Return which idiom a text of `count` arguments is, and what its words say; "" for another text."""
     text = " ".join(asm.split())
-    if re.fullmatch(r"griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
+    if re.fullmatch(r"((griddepcontrol\.\w+;|\{.*@p trap; \}) )?mov\.u32 \$0, 0;( // [\w ]+)?", text):
         return "nothing", None
     if named := re.fullmatch(r"bar\.(sync|arrive) \$1, (\d+); mov\.u32 \$0, 0;", text):
         return "named barrier", named.groups()
     if wait := re.fullmatch(r"wgmma\.wait_group\.sync\.aligned (\d+);", text):
         return "wait", wait[1]
-    if text in ("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _ADD_ZERO, _SUMS):
-        return "itself", text == _SUMS  # a scalar is the same in every lane
+    if text in ("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _ADD_ZERO, _SUMS, "mov.f32 $0, $1;"):
+        return "itself", ".f32" in text  # a scalar is the same in every lane
     if count == 2 and text == _product_text(pack):
         return "product", None
     for other, value in (("0f00000000", 0.0), ("0fFF800000", -np.inf)):

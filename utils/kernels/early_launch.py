@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def instruct(PTX: gl.constexpr):
-    """Put these words into the PTX."""
-    gl.inline_asm_elementwise(PTX, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    """Put these words into the PTX, which leave a number."""
+    return gl.inline_asm_elementwise(PTX, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

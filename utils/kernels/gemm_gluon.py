@@ -1,174 +1,185 @@
 """Two GEMM kernels for Hopper in Gluon: C = A @ B, fp16 or bf16, fp32 accumulation. The ladder's last rung.
 
-**The warp-specialized kernel.** One block stays on each SM and walks over tiles of C (persistent). Its warps have two kinds of
-roles. One warp, the producer, does nothing but start TMA copies of the next tiles of A and B into a ring in shared memory. One
-or two warpgroups, the consumers, multiply 64 rows of the tile each with wgmma; they read the ring and keep their sums in
-registers. Each slot of the ring has two mbarriers: "full" is completed by the TMA unit when the bytes have arrived, "empty" by
-the consumers when all have read the slot. So nobody waits for a copy that could have been started earlier:
+**The warp-specialized kernel.** One block stays on each SM and walks over tiles of C (persistent). One warp, the producer, does
+nothing but start TMA copies of the next tiles of A and B into a ring in shared memory. Four or eight warps, the consumer, multiply
+with wgmma; they read the ring and keep their sums in registers. Each slot of the ring has two mbarriers: "full" is completed by the
+TMA unit when the bytes have arrived, "empty" by the consumer when it has read the slot. So nobody waits for a copy that could have
+been started earlier:
 
     producer     | A0 B0 | A1 B1 | A2 B2 | A3 B3 | . wait empty . | A4 B4 | ...       runs on into the next tile
-    consumer 0   . wait full .   | wgmma 0 | wgmma 1 | wgmma 2 |  ...  | store C |    its own pace: while one stores,
-    consumer 1   . wait full .   | wgmma 0 | wgmma 1 | wgmma 2 |  ...  | store C |    the other may still multiply
+    consumer     . wait full .   | wgmma 0 | wgmma 1 | wgmma 2 |  ...  | store C |    TMA stores while the next tile begins
 
     part             what                                     size of the plan 128 x 256, cluster 2 x 1
-    tile of C        block_m x block_n, a share of the rows   128 x 256; wgmma m64n256k16, four for each slot
-    ring             slots of A and B, 128 B swizzle          4 x (16 KiB + 32 KiB) = 192 KiB
-    accumulator      fp32 in registers                        64 x 256 a consumer: 128 registers a thread
-    registers        moved between warpgroups (setmaxnreg)    248 and 232 a consumer thread, 24 a producer thread
-    pieces of C      column blocks of a tile, two buffers     64 x 64, 2 x 2 x 8 KiB = 32 KiB: stmatrix into one while
-                     of each consumer in turn                 TMA drains the other, and the next tile starts meanwhile
+    tile of C        block_m rows, columns as launched        128 x 256; wgmma m64n256k16, eight for each slot
+    ring             slots of A and B, 128 B swizzle          4 x (16 KiB + 32 KiB); 5 x (16 KiB + 20 KiB) for 160 columns
+    accumulator      fp32 in registers                        128 registers a thread of 240; a thread of the producer has 24
+    pieces of C      column blocks of a tile, two buffers     128 x 64, 2 x 16 KiB: stmatrix into one while TMA drains the other
 
-In the inner loop a consumer issues the wgmma of slot k before it waits for that of slot k - 1, so the tensor cores always have
+In the inner loop the consumer issues the wgmma of slot k before it waits for that of slot k - 1, so the tensor cores always have
 the next one queued; then it releases slot k - 1. TMA fills what lies outside of A and B with zeros and drops what lies outside
 of C, so no size needs a mask. Clusters of blocks, and tiles in parts along K, are described in `gemm_work.py`.
 
-**Transposed, and widths between powers of two.** Of 160 rows of C two tiles of 128 are empty to three eighths. A tile of 160
-columns has tensors of 256, as Gluon knows powers of two only; TMA brings the columns that are there, and products are made as
-narrow in the PTX (`gemm_launch.py`). And a plan may compute C^T = B^T A^T, whose columns are the rows of C: the operands change
-places, and a piece of C is turned when it goes from registers to shared memory.
+**Widths.** Of 304 columns of C two tiles of 256 are empty to two fifths, and two of 160 to a twentieth. So a launch says how wide
+tiles are, in steps of 16 columns, and the kernel has a loop for each width. Tensors have 256 columns in all, as Gluon knows powers of
+two only; products are made as narrow in the PTX (`gemm_launch.py`). A plan may compute C^T = B^T A^T, whose columns are the rows of
+C: the operands change places, and a piece of C is turned when it goes from registers to shared memory.
 
 **The short kernel.** A product of a few microseconds has few steps, and waits for its first bytes most of its time. So there
 four warps do everything, nothing is handed over, and several blocks share an SM: one waits for its bytes while another multiplies.
-
-    start      allocate, initialize a barrier a slot, and ask at once for the first `stages` steps of A and B
-    step i     wait for slot i % stages, start its wgmma, wait for the wgmma of step i - 1, fill that one's slot again
-    end        sums to shared memory, and by TMA to C
 
 Figures: docs/kernels/gemm.md. Importing this module imports Triton; the way in is `utils.kernels.gemm.gemm_warp_specialized`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
-from utils.kernels.gemm_work import (
-    BLOCK_K,
-    Work,
-    allocate_ring,
-    fill,
-    join_cluster,
-    operands,
-    release,
-    shared_tiles,
-    store_item,
-    wait_until_empty,
-    whole_warpgroup,
-)
+from utils.kernels.early_launch import instruct, let_next_launch_begin, wait_for_launch_before
+from utils.kernels.gemm_work import BLOCK_K, STEP, Work, allocate_ring, fill, join_cluster, know, operands, store_item
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
 
 
+@gluon.constexpr_function
+def width_mark(plan):
+    """The mark of products as wide as a plan's tile."""
+    return f"mov.u32 $0, 0; // width {plan.block_n}"
+
+
 @gluon.jit
-def consumer(work, ring, out, partial, WHICH: gl.constexpr):
-    """One warpgroup: rows WHICH * rows and on of each tile, or of a part of its steps."""
-    PLAN: gl.constexpr = work.PLAN
-    ROWS: gl.constexpr = PLAN.rows
+def zeros(PLAN: gl.constexpr):
+    """The sums of a tile. Made anew for each tile, so that their registers are free while parts are added up."""
+    ROWS: gl.constexpr = PLAN.block_m
+    WARPS: gl.constexpr = PLAN.warps
     COLUMNS: gl.constexpr = PLAN.columns
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16]))
+    # Set here: the compiler would set them in the code of each width.
+    return gl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [zero], gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def products(work, ring, acc, source, before, first, last, TILE: gl.constexpr):
+    """Add the products of steps `first` to `last` of a tile; there were `before` steps in other tiles."""
+    STAGES: gl.constexpr = work.PLAN.stages
+    before -= first
+    for k in range(first, last):
+        a, b = operands(work, ring, before + k)
+        instruct(width_mark(TILE))
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])  # only now has the slot before been read
+        if TILE.short:
+            # By all four warps: without this one warp would refill it under the others.
+            gl.barrier()
+            later = k - 1 + STAGES
+            fill(work, ring, before + later, source, later * BLOCK_K, TILE, (k > first) & (later < last))
+        else:
+            # It may be refilled. It was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
+            mbarrier.arrive(ring[3].index((before + k - 1 + STAGES) % STAGES), count=1, pred=k > first)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    if not TILE.short:
+        mbarrier.arrive(ring[3].index((before + last - 1) % STAGES), count=1)
+    return acc
+
+
+@gluon.jit
+def consumer(work, ring, out, partial):
+    """One warpgroup for 64 rows: the products of each tile, or of a part of its steps."""
+    PLAN: gl.constexpr = work.PLAN
+    NARROWEST: gl.constexpr = PLAN.narrowest
     step = 0
     wait_for_launch_before()
     join_cluster(PLAN)
     for item in range(gl.program_id(0) // PLAN.cluster, work.items, gl.num_programs(0) // PLAN.cluster):
         first, last, row, column = work.locate(item)
-        # Made anew for each tile, so that its registers are free while parts are added up.
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        for k in range(first, last):
-            a, b = operands(ring, step, PLAN, WHICH)
-            acc = warpgroup_mma(a, b, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])  # only now has the slot before been read
-            release(ring, step - 1, PLAN.stages, k > first)
-            step += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        release(ring, step - 1, PLAN.stages)
-        store_item(work, out, partial, acc, item, row + WHICH * ROWS, column, WHICH)
+        acc = zeros(PLAN)
+        for WIDTH in gl.static_range(NARROWEST, PLAN.block_n + 1, STEP):
+            if work.width == WIDTH:  # a loop for each width
+                acc = products(work, ring, acc, 0, step, first, last, PLAN.tile(WIDTH))
+        step += last - first
+        store_item(work, out, partial, acc, item, row, column)
     tma.store_wait(0)  # shared memory must live until TMA has read it
+
+
+@gluon.jit
+def copies(work, ring, source, step, first, last, TILE: gl.constexpr):
+    """Producer: fetch A and B for steps `first` to `last` of a tile, before which there were `step` others."""
+    step -= first
+    for k in range(first, last):
+        # Without this wait TMA would overwrite what a consumer still reads, another block's too where it shares the
+        # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
+        i = step + k
+        mbarrier.wait(ring[3].index(i % work.PLAN.stages), i // work.PLAN.stages & 1 ^ 1)
+        fill(work, ring, i, source, k * BLOCK_K, TILE)
 
 
 @gluon.jit
 def producer(work, ring, a_desc, b_desc):
     """One warp: keep the ring full. `step` counts slots filled since the start, across tiles."""
     PLAN: gl.constexpr = work.PLAN
+    NARROWEST: gl.constexpr = PLAN.narrowest
     step = 0
+    begin = gl.program_id(0) // PLAN.cluster
+    stride = gl.num_programs(0) // PLAN.cluster
+    first, last, row, column = work.locate(begin)
+    know(first + last + row + column)
     wait_for_launch_before()
     # Only now: with several launches ahead, blocks of those far ahead would take the SMs of the next.
     let_next_launch_begin()
     join_cluster(PLAN)
-    for item in range(gl.program_id(0) // PLAN.cluster, work.items, gl.num_programs(0) // PLAN.cluster):
-        first, last, row, column = work.locate(item)
-        for k in range(first, last):
-            # Without this wait TMA would overwrite what a consumer still reads, another block's too where it shares the
-            # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
-            wait_until_empty(ring, step, PLAN.stages)
-            fill(ring, step, a_desc, b_desc, row, column, k * BLOCK_K, PLAN)
-            step += 1
+    for item in range(begin, work.items, stride):
+        for WIDTH in gl.static_range(NARROWEST, PLAN.block_n + 1, STEP):
+            if work.width == WIDTH:
+                copies(work, ring, (a_desc, b_desc, row, column), step, first, last, PLAN.tile(WIDTH))
+        step += last - first
+        first, last, row, column = work.locate(min(item + stride, work.items - 1))
     if PLAN.cluster > 1:
         # Until all that this block has fetched has been read: after that no other block sends anything here, and this one
         # may end, with its barriers.
-        STAGES: gl.constexpr = PLAN.stages
-        for i in gl.static_range(STAGES):
-            wait_until_empty(ring, step + i, STAGES)
+        for i in range(step, step + PLAN.stages):
+            mbarrier.wait(ring[3].index(i % PLAN.stages), i // PLAN.stages & 1 ^ 1)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "items", "whole", "split"])
-def gemm_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, items, whole, split, PLAN: gl.constexpr):
+@gluon.jit(do_not_specialize=["rows", "columns", "steps", "items", "whole", "split", "eighths"])
+def gemm_kernel(
+    a_desc, b_desc, c_desc, c_tail, sums, counts, rows, columns, steps, items, whole, split, eighths, PLAN: gl.constexpr
+):
     """The warp-specialized kernel: allocate ring and barriers, then start the roles.
 
-    The descriptors bring boxes of PLAN. C is (M, N): `whole` tiles are computed whole, each of the others in `split` parts, with
-    sums in fp32 (tiles in parts, parts, block_m, block_n) and counters in int32, all zero (tiles in parts, consumers).
+    The descriptors bring boxes of the launch's tiles, which have `eighths` times eight columns. The other numbers are those of `Work`.
+    Sums of tiles in parts are fp32 (tiles, parts, block_m, block_n), and counts int32, all zero (tiles).
     """
     ring = allocate_ring(a_desc.dtype, PLAN)
-    work = Work(M, N, K, items, whole, split, PLAN)
-    CONSUMERS: gl.constexpr = PLAN.consumers
-    C_BOX: gl.constexpr = PLAN.boxes[2]
-    buffers = shared_tiles(c_desc.dtype, PLAN.buffers * CONSUMERS, C_BOX)
-    out, partial = (c_desc, buffers), (sums, counters)
-    # The first role, the last of the plan's consumers, has num_warps and the registers that are left. Then come the others' warps,
-    # and the registers of a thread of each.
+    work = Work(rows, columns, steps, items, whole, split, eighths * 8, PLAN)
+    buffers = gl.allocate_shared_memory(c_desc.dtype, [PLAN.buffers] + c_desc.block_type.shape, c_desc.layout)  # noqa: RUF005
+    # The first role has num_warps, and the registers that are left. Then come the others' warps, and registers of a thread of each.
     gl.warp_specialize(
         [
-            (consumer, (work, ring, out, partial, 1)),
-            (consumer, (work, ring, out, partial, 0)),
+            (consumer, (work, ring, (c_desc, c_tail, buffers), (sums, counts))),
             (producer, (work, ring, a_desc, b_desc)),
             (join_cluster, (PLAN,)),  # warps without a role
             (join_cluster, (PLAN,)),
-        ][2 - CONSUMERS :],
-        [4] * (CONSUMERS - 1) + [1, 1, 2],
-        [232] * (CONSUMERS - 1) + [24] * 3,
+        ],
+        [1, 1, 2],
+        [24, 24, 24],
     )
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "items", "whole", "split"])
-def short_kernel(a_desc, b_desc, c_desc, sums, counters, M, N, K, items, whole, split, PLAN: gl.constexpr):
+@gluon.jit(do_not_specialize=["rows", "columns", "steps", "items", "whole", "split"])
+def short_kernel(a_desc, b_desc, c_desc, sums, counts, rows, columns, steps, items, whole, split, PLAN: gl.constexpr):
     """The short kernel: compute one tile of C, or one part of its sums. The arguments are those of `gemm_kernel`."""
     STAGES: gl.constexpr = PLAN.stages
-    ROWS: gl.constexpr = PLAN.rows
-    COLUMNS: gl.constexpr = PLAN.columns
     ring = allocate_ring(a_desc.dtype, PLAN)
-    work = Work(M, N, K, items, whole, split, PLAN)
+    work = Work(rows, columns, steps, items, whole, split, gl.to_tensor(PLAN.block_n), PLAN)
     item = gl.program_id(0)
     first, last, row, column = work.locate(item)
-    count = last - first
+    source = (a_desc, b_desc, row, column)
+    know(row + column)
     wait_for_launch_before()
     for i in gl.static_range(STAGES):
-        fill(ring, i, a_desc, b_desc, row, column, (first + i) * BLOCK_K, PLAN, i < count)
+        fill(work, ring, i, source, (first + i) * BLOCK_K, PLAN, first + i < last)
     let_next_launch_begin()  # only now, as in `producer`
-
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    for i in range(count):
-        a, b = operands(ring, i, PLAN, 0)
-        acc = warpgroup_mma(a, b, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        # All four warps have read the slot of step i - 1: without this one warp would refill it under the others.
-        whole_warpgroup()
-        later = i - 1 + STAGES
-        fetch = (i > 0) & (later < count)
-        fill(ring, later, a_desc, b_desc, row, column, (first + later) * BLOCK_K, PLAN, fetch)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-
-    C_BOX: gl.constexpr = PLAN.boxes[2]
-    buffers = shared_tiles(c_desc.dtype, PLAN.buffers, C_BOX)
-    store_item(work, (c_desc, buffers), (sums, counters), acc, item, row, column, 0)
+    acc = products(work, ring, zeros(PLAN), source, 0, first, last, PLAN)
+    buffers = gl.allocate_shared_memory(c_desc.dtype, [PLAN.buffers] + c_desc.block_type.shape, c_desc.layout)  # noqa: RUF005
+    store_item(work, (c_desc, c_desc, buffers), (sums, counts), acc, item, row, column)
     tma.store_wait(0)  # shared memory must live until TMA has read it

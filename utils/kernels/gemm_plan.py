@@ -1,17 +1,18 @@
 """Plans of the Gluon GEMM: the tiles that exist, how a product is cut into items of work, and which plan a product gets.
 
-Nothing here needs Triton or a GPU. A plan is compiled once for each dtype and each order of A and B in memory; the sizes of a
-product and its number of parts are arguments of the launch, so that a new shape compiles nothing.
+Nothing here needs Triton or a GPU. A kernel is compiled once for each dtype and each order of A and B in memory; the sizes of a
+product, its number of parts and the width of its tiles are arguments of the launch, so that a new shape compiles nothing.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-SHARED_BYTES = 232448 - 1024  # that an SM of an H100 or H200 gives a block, less what barriers take
+SHARED_KILOBYTES = 227 - 1  # that an SM of an H100 or H200 gives a block, less what barriers take
 BLOCK_K = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
+STEP = 16  # columns by which tiles of the persistent kernel differ
 GROUP_M = 8  # rows of tiles that are walked abreast, for the L2
 SPLITS = (1, 2, 3, 4, 6, 8)  # parts along K of a tile that would leave SMs idle
 AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters of so many blocks on an H100 or H200 with 132 SMs, as the driver says
@@ -24,26 +25,39 @@ def ceil_div(x: int, y: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Tile and pipeline of a kernel, and how its operands lie in memory. With the dtype it is all that a kernel is compiled for."""
+    """Tile and cluster of a launch, and how its operands lie in memory; that of the widest tile is what a kernel is compiled for."""
 
     block_m: int
     block_n: int
-    stages: int  # slots of the ring
     cluster: int = 1  # blocks whose tiles lie below each other: they share B
-    short: bool = False  # the kernel for short products: one block a tile, several blocks on an SM
+    short: int = 0  # blocks on an SM of the kernel for short products, one a tile; 0: the persistent kernel
     transposed: bool = False  # the kernel computes C^T = B^T A^T, so that its columns are rows of C
     a_column_major: bool = False
     b_column_major: bool = False
 
     @property
-    def consumers(self) -> int:
-        """Warpgroups that multiply; the short kernel has one, the other one for 64 rows."""
-        return 1 if self.short else self.block_m // 64
+    def kernel(self) -> Plan:
+        """The plan that the kernel is compiled for: that of its widest tile. Narrow tiles of 64 rows have a kernel with more slots."""
+        return self if self.short else self.tile(128 if self.block_m == 64 and self.block_n <= 128 else 256)
 
     @property
-    def rows(self) -> int:
-        """Rows of a consumer."""
-        return self.block_m // self.consumers
+    def narrowest(self) -> int:
+        """The fewest columns of the kernel's tiles."""
+        return self.block_n if self.short else 144 if self.block_m == 64 and self.block_n > 128 else 64
+
+    def tile(self, width: int) -> Plan:
+        """Return the plan of a tile of so many columns."""
+        return replace(self, block_n=width)
+
+    def ordered(self, a_column_major: bool, b_column_major: bool) -> Plan:
+        """Return the plan for a product whose A and B lie so in memory."""
+        a, b = (not b_column_major, not a_column_major) if self.transposed else (a_column_major, b_column_major)
+        return replace(self, a_column_major=a, b_column_major=b)
+
+    @property
+    def warps(self) -> int:
+        """Warps that multiply: four in the short kernel, four for 64 rows in the other."""
+        return 4 if self.short else self.block_m // 16
 
     @property
     def columns(self) -> int:
@@ -52,8 +66,8 @@ class Plan:
 
     @property
     def a_tile(self) -> list[int]:
-        """A consumer's rows of A in a slot, as they lie in memory."""
-        return [BLOCK_K, self.rows] if self.a_column_major else [self.rows, BLOCK_K]
+        """A's rows in a slot, as they lie in memory."""
+        return [BLOCK_K, self.block_m] if self.a_column_major else [self.block_m, BLOCK_K]
 
     @property
     def b_tile(self) -> list[int]:
@@ -62,42 +76,56 @@ class Plan:
 
     @property
     def brought(self) -> int:
-        """Columns of B that TMA brings: whole rows of shared memory, as B may lie there with 64 columns in a row."""
-        unit = min(64, self.columns)
+        """Columns of B in a slot: 64 lie in a row of shared memory, or 8 of each block of the cluster below each other."""
+        unit = 8 * self.cluster if self.b_column_major else min(64, self.columns)
         return ceil_div(self.block_n, unit) * unit
 
     @property
     def b_box(self) -> list[int]:
         """Rows and columns of `b_tile` that one TMA copy brings: all, or of the share of a block as many rows as 64 columns have."""
+        share = self.brought // self.cluster
         whole = self.cluster == 1 and self.columns == self.block_n
-        return self.b_tile if whole else [math.gcd(64, self.brought // self.cluster), BLOCK_K]
+        return self.b_tile if whole else [share if self.b_column_major else math.gcd(64, share), BLOCK_K]
 
     @property
     def piece(self) -> list[int]:
-        """Rows and columns of a piece of a tile: a consumer stores its rows by pieces, through buffers that take turns."""
-        return [self.rows, math.gcd(64, self.block_n)]
+        """Rows and columns of a piece of a tile, which is stored by pieces, through buffers that take turns."""
+        return [self.block_m, min(64, self.block_n)]
 
     @property
     def boxes(self) -> tuple[list[int], ...]:
-        """Rows and columns, as they lie in memory, of one TMA copy of A, B and C."""
-        return self.a_tile, self.b_box, self.piece[::-1] if self.transposed else self.piece
+        """Rows and columns, as they lie in memory, of one TMA copy of A, B, C, and C where a tile ends within a piece."""
+        tail = [self.block_m, self.block_n % self.piece[1] or self.piece[1]]
+        pieces = (self.piece,) if self.short else (self.piece, tail)
+        return self.a_tile, self.b_box, *(piece[::-1] if self.transposed else piece for piece in pieces)
 
     @property
     def pieces(self) -> int:
-        """Pieces of a consumer's rows."""
-        return self.block_n // self.piece[1]
+        """Pieces of a tile, the last of which may be narrower."""
+        return ceil_div(self.block_n, self.piece[1])
 
     @property
     def buffers(self) -> int:
-        """Buffers of a consumer for pieces of C; the short kernel has one for each, in the memory of the ring that it has read."""
-        return self.pieces if self.short else min(2, self.pieces)
+        """Buffers for pieces of C; the short kernel has one for each, in the memory of the ring that it has read."""
+        return self.pieces if self.short else 2
 
     @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory for the ring and for pieces of C; the short kernel stores C through the ring's memory."""
-        ring = self.stages * 2 * (self.block_m + self.columns) * BLOCK_K
-        buffers = 2 * self.block_m * self.piece[1] * self.buffers
-        return max(ring, buffers) if self.short else ring + buffers
+    def ring_kilobytes(self) -> int:
+        """Kilobytes of the kernel's ring. The short kernel stores C through its memory."""
+        if self.short:
+            return SHARED_KILOBYTES // self.short - 2
+        return SHARED_KILOBYTES - self.buffers * self.block_m * self.piece[1] // 512
+
+    @property
+    def stages(self) -> int:
+        """Slots of the ring, each as wide as the tensors."""
+        return min(8, 8 * self.ring_kilobytes // (self.block_m + self.kernel.columns))
+
+    @property
+    def declared(self) -> tuple[list[int], ...]:
+        """Boxes that the kernel is compiled for: of the copies of B to a cluster only as many rows as a swizzle has."""
+        a, b, *c = self.boxes
+        return a, b if self.cluster == 1 else [8, BLOCK_K], *c
 
     @property
     def name(self) -> str:
@@ -135,31 +163,32 @@ def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
     return Items(tiles - rest + rest * split, tiles - rest, rest, split)
 
 
-PLANS = (
-    Plan(64, 32, stages=6, short=True),
-    Plan(64, 64, stages=6, short=True),
-    Plan(64, 128, stages=4, short=True, transposed=True),
-    Plan(128, 128, stages=3, short=True, transposed=True),
-    Plan(64, 128, stages=8, cluster=4),
-    Plan(128, 128, stages=6, cluster=4, transposed=True),
-    Plan(128, 160, stages=4, cluster=4),
-    Plan(128, 192, stages=4, cluster=2),
-    Plan(128, 192, stages=4, cluster=2, transposed=True),
-    Plan(128, 224, stages=4, cluster=2),
-    Plan(128, 224, stages=4, cluster=2, transposed=True),
-    Plan(128, 256, stages=4, cluster=2),
+KERNELS = (
+    Plan(64, 32, short=3),
+    Plan(64, 64, short=2),
+    Plan(64, 128, short=2, transposed=True),
+    Plan(128, 128, short=2, transposed=True),
+    Plan(64, 128, cluster=4),
+    Plan(64, 128, cluster=4, transposed=True),
+    Plan(64, 256, cluster=4),
+    Plan(64, 256, cluster=4, transposed=True),
+    Plan(128, 256, cluster=4),
+    Plan(128, 256, cluster=4, transposed=True),
+    Plan(128, 256, cluster=2),
+    Plan(128, 256, cluster=2, transposed=True),
 )
+PLANS = tuple(plan.tile(width) for plan in KERNELS for width in range(plan.narrowest, plan.block_n + 1, STEP))
 
 
 # Constants of a model of the kernels' time, in microseconds: between that of a call with a cold L2 and that of one behind another.
-# They were fitted to 946 times at 150 drawn products on an H200, so that the plan chosen takes little longer than the fastest.
-LAUNCH = 2.98  # of the persistent kernel, more than of the short one
-PRODUCT = 0.63  # of 2**21 multiplications on one SM
-BYTES = 0.0187  # of a KB of A and B that each SM reads, where all SMs do
-FEW = 0.093  # the power of the share of SMs that run, by which their bytes take less
-TILE = 2.54  # of a tile's start and end
-LEAVE = 0.196  # of a KB of C whose sums a part leaves
-ADD = 0.029  # of a KB of sums that the last part reads
+# They were fitted to 2,000 times at 220 drawn products on an H200, so that the plan chosen takes little longer than the fastest.
+LAUNCH = 2.18  # of the persistent kernel, more than of the short one
+PRODUCT = 0.697  # of 2**21 multiplications on one SM
+BYTES = 0.0193  # of a KB of A and B that each SM reads, where all SMs do
+FEW = 0.239  # the power of the share of SMs that run, by which their bytes take less
+TILE = 2.36  # of a tile's start and end
+LEAVE = 0.361  # of a KB of C whose sums a part leaves
+ADD = 0.0134  # of a KB of sums that four warps read in the last part
 
 
 def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
@@ -170,8 +199,7 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     m, n = (n, m) if plan.transposed else (m, n)
     items, once, steps = items_of(m, n, plan, split, sms), clusters_at_once(plan.cluster, sms), ceil_div(k, BLOCK_K)
     whole, parts = ceil_div(items.whole, once), ceil_div(items.rest * items.split, once)
-    # The short kernel's blocks share an SM, as its 233472 bytes allow: each takes 1024 more of them than it asks for.
-    together = min(whole + parts, 233472 // (plan.shared_bytes + 1024 + 64)) if plan.short else 1
+    together = min(whole + parts, plan.short or 1)
     products = PRODUCT * plan.block_m * plan.block_n * BLOCK_K / 2**21
     busy = min(1.0, items.number * plan.cluster / sms)
     loads = BYTES * busy**FEW * (plan.block_m + plan.brought / plan.cluster) * BLOCK_K / 512
@@ -179,10 +207,11 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     time = 0.0 if plan.short else LAUNCH
     time += (whole * steps + parts * ceil_div(steps, items.split)) * max(products, loads)
     time += (whole + parts) / together * TILE + parts * LEAVE * kb_c
-    return time + (ADD * 2 * kb_c / plan.consumers * items.split if items.rest else 0)
+    return time + (ADD * 8 * kb_c / plan.warps * items.split if items.rest else 0)
 
 
-def choose(m: int, n: int, k: int, sms: int) -> tuple[Plan, int]:
+def choose(m: int, n: int, k: int, a_column_major: bool, b_column_major: bool, sms: int) -> tuple[Plan, int]:
     """Return the plan with the shortest estimated time, and into how many parts its tiles are cut that fill no round."""
-    found = [(plan, split) for plan in PLANS if plan.cluster <= sms for split in SPLITS if split <= max(1, k // 128)]
-    return min(found, key=lambda one: estimate(m, n, k, one[0], one[1], sms))
+    plans = [plan.ordered(a_column_major, b_column_major) for plan in PLANS if plan.cluster <= sms]
+    found = [(plan, split) for plan in plans for split in SPLITS if split <= max(1, k // 128)]
+    return min(found, key=lambda x: estimate(m, n, k, x[0], x[1], sms))

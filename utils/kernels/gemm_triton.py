@@ -80,11 +80,8 @@ def tiled_kernel(
         total = tl.dot(x, y, total, input_precision="ieee")
         a_tile += a_step
         b_tile += b_step
-    tl.store(
-        c + m[:, None] * stride_cm + n[None, :] * stride_cn,
-        total.to(c.dtype.element_ty),
-        mask=(m < M)[:, None] & (n < N)[None, :],
-    )
+    c_tile = c + m[:, None] * stride_cm + n[None, :] * stride_cn
+    tl.store(c_tile, total.to(c.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
 # Rows, columns and depth of a tile, loads ahead, warps: for large matrices first, for small ones last.

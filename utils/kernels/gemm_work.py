@@ -32,20 +32,12 @@ from utils.kernels.early_launch import instruct
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
-whole_warpgroup = gl.barrier  # of the partition that calls it
 aggregate = gluon.aggregate
-BLOCK_K = gl.constexpr(gemm_plan.BLOCK_K)
-GROUP_M = gl.constexpr(gemm_plan.GROUP_M)
+BLOCK_K, GROUP_M = gl.constexpr(gemm_plan.BLOCK_K), gl.constexpr(gemm_plan.GROUP_M)
 SHARED, OWN = "for all blocks of the cluster", "for this block"
 MARK_SHARED, MARK_OWN = (gl.constexpr(f"mov.u32 $0, 0; // {mark}") for mark in (SHARED, OWN))
-SHOW = gl.constexpr("fence.mbarrier_init.release.cluster; mov.u32 $0, 0;")
-JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
-
-
-@gluon.jit
-def rank(PLAN: gl.constexpr):
-    """This block's number in its cluster."""
-    return gl.program_id(0) % PLAN.cluster
+STEP = gl.constexpr(gemm_plan.STEP)
+KNOW = gl.constexpr("{ .reg .pred p; setp.lt.s32 p, $1, 0; @p trap; } mov.u32 $0, 0;")
 
 
 @gluon.jit
@@ -55,62 +47,67 @@ def join_cluster(PLAN: gl.constexpr):
     All warps of all blocks have to come, those without a role too.
     """
     if PLAN.cluster > 1:
-        instruct(JOIN)
+        instruct("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
 
 
 @aggregate
 class Work:
-    """The product's sizes and how it is cut. `Items` of `gemm_plan.py` says the same on the host."""
+    """How the product is cut. `Items` of `gemm_plan.py` says the same on the host."""
 
-    M: gl.tensor
-    N: gl.tensor
-    K: gl.tensor
+    rows: gl.tensor  # of tiles, where those that a cluster computes together are one
+    columns: gl.tensor  # of tiles
+    steps: gl.tensor  # of a tile along K
     items: gl.tensor  # whole tiles first, then the parts of the others; tiles that a cluster computes together are one
     whole: gl.tensor  # tiles that are computed whole; each of the others in `split` parts
     split: gl.tensor
+    width: gl.tensor  # columns of a tile
     PLAN: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, M, N, K, items, whole, split, PLAN):
-        self.M = M
-        self.N = N
-        self.K = K
+    def __init__(self, rows, columns, steps, items, whole, split, width, PLAN):
+        self.rows = rows
+        self.columns = columns
+        self.steps = steps
         self.items = items
         self.whole = whole
         self.split = split
+        self.width = width
         self.PLAN = gl.constexpr(PLAN)
 
     @gluon.jit
     def locate(self, item):
         """An item's first step along K and the one behind its last, and the first row and column of this block's tile.
 
-        Tiles are numbered down GROUP_M rows of tiles, then along.
+        Tiles are numbered down GROUP_M rows of tiles, then along. Each division takes a tenth of a microsecond.
         """
-        steps = gl.cdiv(self.K, BLOCK_K)
-        part = item - self.whole  # negative for a whole tile, and then the item is the smaller one
-        tile = min(item, self.whole + part // self.split)
-        parts = self.split if part >= 0 else 1
-        within = part % parts
-        TOGETHER: gl.constexpr = self.PLAN.block_m * self.PLAN.cluster
+        tile, first, last = item, 0, self.steps
+        if item >= self.whole:
+            part = item - self.whole
+            tile = self.whole + part // self.split
+            within = part % self.split
+            first = within * self.steps // self.split
+            last = (within + 1) * self.steps // self.split
         GROUP: gl.constexpr = GROUP_M // self.PLAN.cluster
-        tiles_m = gl.cdiv(self.M, TOGETHER)
-        tiles_n = gl.cdiv(self.N, self.PLAN.block_n)
-        above = tile // (GROUP * tiles_n) * GROUP
-        in_group = tile % (GROUP * tiles_n)
-        rows = min(tiles_m - above, GROUP)
-        row = (above + in_group % rows) * TOGETHER + rank(self.PLAN) * self.PLAN.block_m
-        return within * steps // parts, (within + 1) * steps // parts, row, in_group // rows * self.PLAN.block_n
+        above = 0
+        rows = self.rows
+        if rows > GROUP:
+            above = tile // (GROUP * self.columns) * GROUP
+            rows = min(rows - above, GROUP)
+        tile -= above * self.columns
+        column = tile // rows
+        row = (above + tile - column * rows) * self.PLAN.cluster + gl.program_id(0) % self.PLAN.cluster
+        return first, last, row * self.PLAN.block_m, column * self.width
 
     @gluon.jit
     def tile_and_part(self, item):
         """Number of this block's tile among those in parts, and of its part: a cluster's item is a part of each block's tile."""
         part = item - self.whole
-        return part // self.split * self.PLAN.cluster + rank(self.PLAN), part % self.split
+        return part // self.split * self.PLAN.cluster + gl.program_id(0) % self.PLAN.cluster, part % self.split
 
 
 # The ring is (A, B, full, empty): slots of both operands with their barriers. Step i since the kernel's start, across tiles, uses slot
 # i % stages for the (i // stages)-th time: the parity of that is the phase to wait for. What is column-major lies in memory as it
-# is, and is turned when it is read.
+# is, and is turned when it is read. PLAN is what the kernel is compiled for, TILE the plan of a tile as wide as the launch says.
 
 
 @gluon.jit
@@ -126,79 +123,12 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
         if not PLAN.short:
-            # All consumers read a slot, and those of the other blocks that this one fetches for.
-            mbarrier.init(empty.index(i), count=PLAN.consumers * PLAN.cluster)
+            # This block's consumer reads a slot, and those of the other blocks that this one fetches for.
+            mbarrier.init(empty.index(i), count=PLAN.cluster)
     if PLAN.cluster > 1:
-        instruct(SHOW)  # without that the other blocks may not see the barriers when this one joins
-    return (shared_tiles(DTYPE, STAGES * PLAN.consumers, A_TILE), shared_tiles(DTYPE, STAGES, B_TILE), full, empty)
-
-
-@gluon.jit
-def wait_until_empty(ring, i, STAGES: gl.constexpr):
-    """Producer: wait until the slot of step i has been read by all who read it."""
-    mbarrier.wait(ring[3].index(i % STAGES), i // STAGES & 1 ^ 1)
-
-
-@gluon.jit
-def fill(ring, i, a_desc, b_desc, row, column, k, PLAN: gl.constexpr, pred=True):
-    """Producer: fetch A[row.., k..] and B[k.., column..] for step i; its slot is empty.
-
-    TMA fills what lies outside of A and B with zeros, which count as bytes too.
-    """
-    CONSUMERS: gl.constexpr = PLAN.consumers
-    slot = i % PLAN.stages
-    full = ring[2].index(slot)
-    # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
-    # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
-    mbarrier.expect(full, 2 * (PLAN.block_m + PLAN.brought) * BLOCK_K, pred=pred)
-    for w in gl.static_range(CONSUMERS):
-        rows = row + w * PLAN.rows
-        at = [k, rows] if PLAN.a_column_major else [rows, k]
-        tma.async_load(a_desc, at, full, ring[0].index(slot * CONSUMERS + w), pred=pred)
-    tile = ring[1].index(slot)
-    B_BOX: gl.constexpr = PLAN.b_box
-    if PLAN.b_tile == B_BOX:
-        at = [column, k] if PLAN.b_column_major else [k, column]
-        tma.async_load(b_desc, at, full, tile, pred=pred)
-    else:
-        ROWS_B: gl.constexpr = B_BOX[0]
-        COUNT: gl.constexpr = PLAN.columns // ROWS_B
-        TIMES: gl.constexpr = PLAN.brought // PLAN.cluster // ROWS_B
-        boxes = tile.reinterpret(tile.dtype, [COUNT, ROWS_B, BLOCK_K], tile.layout)
-        if PLAN.cluster > 1:
-            instruct(MARK_SHARED)
-        for i in gl.static_range(TIMES):
-            box = rank(PLAN) * TIMES + i
-            # Where rows of B are longer than 128 bytes, they lie in shared memory as blocks of 64 columns, one behind the other.
-            y = box * ROWS_B
-            at = [column + y, k] if PLAN.b_column_major else [k + y % BLOCK_K, column + y // BLOCK_K * BLOCK_K]
-            tma.async_load(b_desc, at, full, boxes.index(box), pred=pred)
-        if PLAN.cluster > 1:
-            instruct(MARK_OWN)
-
-
-@gluon.jit
-def operands(ring, i, PLAN: gl.constexpr, WHICH: gl.constexpr):
-    """Consumer: its rows of A, and B, of step i, when they have arrived."""
-    slot = i % PLAN.stages
-    a = ring[0].index(slot * PLAN.consumers + WHICH)
-    b = ring[1].index(slot)
-    # Without this wait wgmma would read the tiles of the round before.
-    mbarrier.wait(ring[2].index(slot), i // PLAN.stages & 1)
-    if PLAN.a_column_major:
-        a = a.permute((1, 0))
-    if PLAN.b_column_major:
-        b = b.permute((1, 0))
-    return a, b
-
-
-@gluon.jit
-def release(ring, i, STAGES: gl.constexpr, pred=True):
-    """Consumer: the slot of step i may be refilled; without that the producer waits for ever.
-
-    The slot was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
-    """
-    mbarrier.arrive(ring[3].index((i + STAGES) % STAGES), count=1, pred=pred)
+        # Without that the other blocks may not see the barriers when this one joins.
+        instruct("fence.mbarrier_init.release.cluster; mov.u32 $0, 0;")
+    return (shared_tiles(DTYPE, STAGES, A_TILE), shared_tiles(DTYPE, STAGES, B_TILE), full, empty)
 
 
 @gluon.jit
@@ -209,28 +139,83 @@ def shared_tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def sums_of(work, partial, item, part, WHICH: gl.constexpr, column, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Pointers to some columns of a consumer's sums of a part of an item's tile, in global memory."""
-    ROWS: gl.constexpr = work.PLAN.rows
-    SIZE: gl.constexpr = ROWS * work.PLAN.block_n
-    tile, _ = work.tile_and_part(item)
-    place = ((tile * work.split + part) * work.PLAN.consumers + WHICH).to(gl.int64) * SIZE
-    m = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    return partial[0] + place + m[:, None] * work.PLAN.block_n + n[None, :]
+def know(number):
+    """Have a number computed before what follows: the compiler would put it off until behind a wait."""
+    gl.inline_asm_elementwise(KNOW, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def leave_part(work, partial, acc, item, WHICH: gl.constexpr):
+def fill(work, ring, i, source, k, TILE: gl.constexpr, pred=True):
+    """Fetch A[row.., k..] and B[k.., column..] for step i; its slot is empty.
+
+    TMA fills what lies outside of A and B with zeros, which count as bytes too.
+    """
+    a_desc, b_desc, row, column = source
+    slot = i % work.PLAN.stages
+    full = ring[2].index(slot)
+    # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
+    # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
+    mbarrier.expect(full, 2 * (TILE.block_m + TILE.brought) * BLOCK_K, pred=pred)
+    at = [k, row] if TILE.a_column_major else [row, k]
+    tma.async_load(a_desc, at, full, ring[0].index(slot), pred=pred)
+    tile = ring[1].index(slot)
+    if TILE.cluster == 1:
+        at = [column, k] if TILE.b_column_major else [k, column]
+        tma.async_load(b_desc, at, full, tile, pred=pred)
+    else:
+        # The kernel is compiled for copies of eight rows; a launch asks for the share of this block, or for 64 columns of it.
+        ROWS_B: gl.constexpr = TILE.b_box[0]
+        TIMES: gl.constexpr = TILE.brought // TILE.cluster // ROWS_B
+        UNITS: gl.constexpr = work.PLAN.columns // 8
+        units = tile.reinterpret(tile.dtype, [UNITS, 8, BLOCK_K], b_desc.layout)
+        # Plus zero, that the compiler does not know: it would find the places of all widths before the loop, and spill.
+        own = gl.program_id(0) % TILE.cluster + instruct(MARK_SHARED)
+        for i in gl.static_range(TIMES):
+            # Where rows of B are longer than 128 bytes, they lie in shared memory as blocks of 64 columns, one behind the other.
+            y = (own * TIMES + i) * ROWS_B
+            at = [column + y, k] if TILE.b_column_major else [k + y % BLOCK_K, column + y // BLOCK_K * BLOCK_K]
+            tma.async_load(b_desc, at, full, units.index(y // 8), pred=pred)
+        instruct(MARK_OWN)
+
+
+@gluon.jit
+def operands(work, ring, i):
+    """A and B of step i, when they have arrived."""
+    slot = i % work.PLAN.stages
+    a = ring[0].index(slot)
+    b = ring[1].index(slot)
+    # Without this wait wgmma would read the tiles of the round before.
+    mbarrier.wait(ring[2].index(slot), i // work.PLAN.stages & 1)
+    if work.PLAN.a_column_major:
+        a = a.permute((1, 0))
+    if work.PLAN.b_column_major:
+        b = b.permute((1, 0))
+    return a, b
+
+
+@gluon.jit
+def sums_of(work, partial, item, part, column, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pointers to some columns of the sums of a part of an item's tile, in global memory."""
+    ROWS: gl.constexpr = work.PLAN.block_m
+    PITCH: gl.constexpr = work.PLAN.block_n
+    tile, _ = work.tile_and_part(item)
+    place = (tile * work.split + part).to(gl.int64) * (ROWS * PITCH)
+    m = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    return partial[0] + place + m[:, None] * PITCH + n[None, :]
+
+
+@gluon.jit
+def leave_part(work, partial, acc, item):
     """Leave a part's sums in global memory, and tell whether all parts of the tile are there now."""
     tile, part = work.tile_and_part(item)
     COLUMNS: gl.constexpr = work.PLAN.columns
     layout: gl.constexpr = acc.type.layout
-    inside = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)) < work.PLAN.block_n
-    gl.store(sums_of(work, partial, item, part, WHICH, 0, COLUMNS, layout), acc, mask=inside[None, :])
-    # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
-    whole_warpgroup()
-    counter = partial[1] + tile * work.PLAN.consumers + WHICH
+    inside = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)) < work.width
+    gl.store(sums_of(work, partial, item, part, 0, COLUMNS, layout), acc, mask=inside[None, :])
+    # All threads have stored before one of them counts: whoever counts last reads what all have stored.
+    gl.barrier()
+    counter = partial[1] + tile
     count = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if count == work.split - 1:
         gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")  # the next launch finds it as this one did
@@ -238,18 +223,20 @@ def leave_part(work, partial, acc, item, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def summed_piece(work, partial, item, i, WHICH: gl.constexpr):
+def summed_piece(work, partial, item, i):
     """Piece i of a tile, summed over its parts in their order, whichever part was the last to arrive."""
-    ROWS: gl.constexpr = work.PLAN.rows
+    ROWS: gl.constexpr = work.PLAN.block_m
     COLUMNS: gl.constexpr = work.PLAN.piece[1]
+    WARPS: gl.constexpr = work.PLAN.warps
     TOGETHER: gl.constexpr = 4  # parts that are read at a time: one alone would wait for memory once for each part
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [WARPS, 1], [1, 0])
     total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    inside = i * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :] < work.width
     for start in range(0, work.split, TOGETHER):
         for j in gl.static_range(TOGETHER):
-            place = sums_of(work, partial, item, start + j, WHICH, i * COLUMNS, COLUMNS, layout)
+            place = sums_of(work, partial, item, start + j, i * COLUMNS, COLUMNS, layout)
             # The L1 may hold what was there before.
-            total += gl.load(place, mask=start + j < work.split, other=0.0, cache_modifier=".cg")
+            total += gl.load(place, mask=inside & (start + j < work.split), other=0.0, cache_modifier=".cg")
     return total
 
 
@@ -267,11 +254,11 @@ def column_pieces(tile, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr):
-    """Store column block i of a consumer's rows through a buffer by TMA, which drops what lies outside of C."""
-    c_desc, buffers = out
+def store_piece(work, out, piece, i, row, column):
+    """Store column block i of a tile through a buffer by TMA, which drops what lies outside of C."""
+    c_desc, c_tail, buffers = out
     BUFFERS: gl.constexpr = work.PLAN.buffers
-    buffer = buffers.index(WHICH * BUFFERS + i % BUFFERS)
+    buffer = buffers.index(i % BUFFERS)
     tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
     column += i * work.PLAN.piece[1]
     if work.PLAN.transposed:
@@ -280,21 +267,25 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr):
     else:
         buffer.store(piece)
     fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
-    tma.async_store(c_desc, [row, column], buffer)
+    if work.PLAN.short or (i + 1) * work.PLAN.piece[1] <= work.width:
+        tma.async_store(c_desc, [row, column], buffer)
+    else:
+        tma.async_store(c_tail, [row, column], buffer)
 
 
 @gluon.jit
-def store_item(work, out, partial, acc, item, row, column, WHICH: gl.constexpr):
-    """Store a consumer's rows of a tile of C, or leave a part's sums; the part that is the last to arrive stores their total."""
+def store_item(work, out, partial, acc, item, row, column):
+    """Store a tile of C, or leave a part's sums; the part that is the last to arrive stores their total."""
     PIECES: gl.constexpr = work.PLAN.pieces
     dtype: gl.constexpr = out[0].dtype
-    if PIECES % work.PLAN.buffers > 0:
+    if not work.PLAN.short:
         tma.store_wait(0)  # an odd number of pieces ends with the buffer that the next tile begins with
     if item < work.whole:
-        pieces = column_pieces(acc.to(dtype), work.PLAN.columns // work.PLAN.piece[1])
+        pieces = column_pieces(acc.to(dtype), PIECES)
         for i in gl.static_range(PIECES):
-            store_piece(work, out, pieces[i], i, row, column, WHICH)
-    elif leave_part(work, partial, acc, item, WHICH):
-        for i in range(PIECES):
-            piece = summed_piece(work, partial, item, i, WHICH).to(dtype)
-            store_piece(work, out, piece, i, row, column, WHICH)
+            if work.PLAN.short or i * work.PLAN.piece[1] < work.width:
+                store_piece(work, out, pieces[i], i, row, column)
+    elif leave_part(work, partial, acc, item):
+        for i in range(gl.cdiv(work.width, work.PLAN.piece[1])):
+            piece = summed_piece(work, partial, item, i).to(dtype)
+            store_piece(work, out, piece, i, row, column)

@@ -1,6 +1,7 @@
 """The Gluon GEMM: without a GPU its assembly for sm_90a and its host side, on a Hopper GPU its results."""
 
 import importlib.util
+import itertools
 import random
 import re
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.utils.kernels.products import assert_product, matrix
-from utils.kernels.gemm_plan import PLANS, SPLITS, Plan
+from utils.kernels.gemm_plan import KERNELS, PLANS, SPLITS, Plan
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -20,8 +21,8 @@ hopper = pytest.mark.skipif(
 )
 
 ORDERS = [(False, False), (False, True), (True, False), (True, True)]
-# A plan of the short kernel, and of one and two consumers, each with another order of A and B and another dtype.
-KINDS = {(plan.short, plan.consumers): plan for plan in PLANS}.values()
+# A plan of the short kernel, and of four and eight warps, each with another order of A and B and another dtype.
+KINDS = {(plan.short > 0, plan.warps): plan for plan in KERNELS}.values()
 VARIANTS = [
     (replace(plan, a_column_major=a, b_column_major=b), dtype)
     for plan, (a, b), dtype in zip(KINDS, ORDERS, ("bf16", "fp16", "bf16"), strict=False)
@@ -36,26 +37,27 @@ def test_the_assembly_does_what_the_header_says(plan, dtype, tmp_path, monkeypat
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled here and now
     kernel = read_assembly(compile_for_hopper(plan, dtype), plan.name)
-    kind, consumers = dtype.replace("fp", "f"), plan.consumers
+    kind = dtype.replace("fp", "f")
     assert kernel.count(r"\b(?:LDL|STL)\b") == kernel.spill_bytes == kernel.count("HMMA") == 0
     assert kernel.shared_bytes <= 232448
-    waits = 1 if plan.short else consumers + 1  # each role's, with three descriptors fetched before it
-    assert kernel.count(r"prefetch\.tensormap", "ptx") == 3 * waits
+    assert kernel.count(r"prefetch\.tensormap", "ptx") == len(plan.boxes)
     # Of a whole tile, and in the loop over sums of parts.
-    assert kernel.count("UTMASTG") == (plan.pieces + 1) * consumers
-    wgmma = rf"wgmma\.mma_async\.sync\.aligned\.m64n{plan.block_n}k16\.f32\.{kind}\.{kind}"
-    assert kernel.count(wgmma, "ptx") == 4 * plan.rows // 64 * consumers == kernel.count("HGMMA")
+    assert kernel.count("UTMASTG") == plan.pieces + 1
+    loops = {tile.block_n for tile in PLANS if tile.kernel == replace(plan, a_column_major=False, b_column_major=False)}
+    for width in loops:
+        wgmma = rf"wgmma\.mma_async\.sync\.aligned\.m64n{width}k16\.f32\.{kind}\.{kind}"
+        assert kernel.count(wgmma, "ptx") == plan.block_m // 4 // plan.warps == kernel.count("HGMMA") // len(loops)
     in_flight = sorted(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[012])", kernel.sass))
-    assert in_flight == ["0x0"] * consumers + ["0x1"] * consumers
+    assert in_flight == ["0x0"] * len(loops) + ["0x1"] * len(loops)
     copies, joins = kernel.count("UTMALDG"), kernel.count("UCGABAR_ARV")
     moves = kernel.count(r"setmaxnreg\.(?:inc|dec)", "ptx")
     if plan.short:
         # Of each slot before the first step, and in the loop.
         assert moves == joins == 0 and copies == 2 * (plan.stages + 1)
     else:
-        assert moves > 0 and 0 < kernel.count(r"UTMALDG\.[23]D\.MULTICAST") < copies > consumers
-        # Each consumer releases a slot in its loop and behind it; all roles join, and so do the warps without one.
-        assert kernel.count(r"mbarrier\.arrive\.shared::cluster", "ptx") == 2 * consumers and joins == consumers + 3
+        assert moves > 0 and 0 < kernel.count(r"UTMALDG\.[23]D\.MULTICAST") < copies
+        # The consumer releases a slot in each loop and behind it; both roles join, and so do the warps without one.
+        assert kernel.count(r"mbarrier\.arrive\.shared::cluster", "ptx") == 2 * len(loops) and joins == 4
 
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
@@ -71,7 +73,7 @@ PTX = f"""
 """
 
 
-@pytest.mark.parametrize("plan", [Plan(128, 256, 4, cluster=2), Plan(64, 96, 8, cluster=4)], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [Plan(128, 256, cluster=2), Plan(64, 96, cluster=4)], ids=lambda plan: plan.name)
 def test_copies_between_the_marks_go_to_all_blocks_and_lanes_arrive_in_all(plan):
     from utils.kernels.gemm_launch import adapted, multicast
 
@@ -97,9 +99,10 @@ def test_one_warp_waits_for_itself_between_copies_and_all_warps_elsewhere():
 
     copy, meeting = f"@%p1 {COPY.format(2, 'cta')} [%r1], [%rd1, {{%r2, %r3}}], [%r7];", "bar.sync 0;"
     expect, wait = "@%p5 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r7], 49152;", "mbarrier.try_wait.parity.shared"
-    lines = ["mbarrier.init;", meeting, expect, meeting, ".loc 1", copy, meeting, copy, meeting, wait, meeting, expect]
+    steps = [expect, meeting, ".loc 1", copy, meeting, copy, meeting, wait, meeting, expect]
+    lines = ["mbarrier.init;", meeting, "mbarrier.init;", meeting, *steps]
     changed = [i for i, line in enumerate(fewer_meetings("\n".join(lines)).splitlines()) if line != lines[i]]
-    assert changed == [3, 6]
+    assert changed == [1, 5, 8]
 
 
 def test_operands_that_tma_can_copy_and_those_it_cannot():
@@ -131,17 +134,19 @@ def test_without_a_hopper_gpu_the_kernel_says_so():
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda plan: plan.name)
 @pytest.mark.parametrize("a_column_major, b_column_major", ORDERS)
-def test_random_shapes_against_float64(plan, a_column_major, b_column_major):
+def test_random_shapes_against_float64(kernel, a_column_major, b_column_major):
     """Odd tails, clusters that hang over both edges, fewer steps than slots, and rings that run on for many rounds."""
     from utils.kernels.gemm_launch import prepare
 
     dtype = random.choice((torch.float16, torch.bfloat16))
+    plans = itertools.cycle([plan for plan in PLANS if plan.kernel == kernel])
     fixed = [(1, 8, 8), (1, 1, 1), (128, 256, 64), (129, 257, 65), (127, 248, 2048), (3000, 1032, 520)]
     drawn = [[random.randint(1, limit) for limit in (1500, 1500, 1500)] for _ in range(6)]
     # Many tiles of two steps: the pieces of a tile follow those of the one before at once.
     for m, n, k in (*fixed, (2600, 5000, 1160), (6048, 6216, 120), *drawn):
+        plan = next(plans)
         split = random.choice([split for split in SPLITS if split <= -(-k // 64)])
         a, b = matrix(m, k, a_column_major, dtype), matrix(k, n, b_column_major, dtype)
         launch = prepare(a, b, plan, split)
@@ -154,7 +159,7 @@ def test_random_shapes_against_float64(plan, a_column_major, b_column_major):
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("split", [1, 4])
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", KERNELS, ids=lambda plan: plan.name)
 def test_a_launch_that_begins_early_waits_for_what_it_reads(plan, split):
     """A chain of products, each of the one before it, and each with the memory that the one before that has left."""
     from utils.kernels.gemm_launch import prepare
@@ -181,7 +186,7 @@ def test_nothing_is_written_outside_of_c(columns):
     a, b = matrix(131, 72), matrix(72, columns)
     zone = torch.full((64 + 131 + 64, -(-columns // 8) * 8), 7.0, device="cuda", dtype=torch.float16)
     rows = zone[64:-64]
-    for plan in PLANS:
+    for plan in PLANS:  # of all widths
         prepare(a, b, plan)(a, b, rows[:, :columns])
         assert_product(rows[:, :columns], a, b, str(plan))
         rows.fill_(7.0)
@@ -195,13 +200,14 @@ def test_a_new_shape_compiles_nothing_and_takes_20_ms_at_most():
 
     from utils.kernels.gemm_launch import prepare
 
-    for plan in PLANS:
+    for plan in KERNELS:
+        tiles = [tile for tile in PLANS if tile.kernel == plan]
         prepare(matrix(520, 520), matrix(520, 520), plan)
         operands = [(matrix(m, k), matrix(k, n)) for m, n, k in ((1, 8, 8), (16, 1024, 128), (1000, 264, 1032))]
         torch.cuda.synchronize()
         for (a, b), split in zip(operands, (1, 2, 4), strict=True):
             start = perf_counter()
-            prepare(a, b, plan, split)(a, b)
+            prepare(a, b, tiles[split % len(tiles)], split)(a, b)
             assert perf_counter() - start < 0.02, (plan, a.shape)
 
 

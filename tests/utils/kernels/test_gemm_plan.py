@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from tests.utils.kernel_code import Number, kernel_code
-from tools.record.gemm_shapes import draw_shapes
-from utils.kernels.gemm_plan import BLOCK_K, GROUP_M, PLANS, SHARED_BYTES, SPLITS, choose, clusters_at_once, items_of
+from tools.record.gemm_shapes import chosen, draw_shapes
+from utils.kernels.gemm_plan import BLOCK_K, GROUP_M, KERNELS, PLANS, SPLITS, choose, clusters_at_once, items_of
 
 CODE = kernel_code(
     "utils/kernels/gemm_work.py",
@@ -33,7 +33,8 @@ def check(m, n, k, plan, split, sms):
     items = items_of(m, n, plan, split, sms)
     groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
     CODE.gl.programs = groups * plan.cluster
-    work = CODE.Work(*[Number(x) for x in (m, n, k, items.number, items.whole, items.split)], plan)
+    tiles = -(-m // (plan.block_m * plan.cluster)), -(-n // plan.block_n), -(-k // BLOCK_K)
+    work = CODE.Work(*map(Number, (*tiles, items.number, items.whole, items.split, plan.block_n)), plan)
     tiles, places_of_sums = {}, set()
     for program in range(CODE.gl.programs):
         CODE.gl.program = program
@@ -82,16 +83,23 @@ def test_each_tile_of_many_more_sizes_is_computed_once(seed):
 
 
 def test_every_plan_fits_and_is_whole():
-    assert len(set(PLANS)) == len(PLANS) <= 12
+    assert len(set(KERNELS)) == len(KERNELS) <= 12
     for plan in PLANS:
-        assert plan.shared_bytes <= SHARED_BYTES and plan.rows in (64, 128)
-        assert plan.pieces * plan.piece[1] == plan.block_n and plan.buffers <= plan.pieces
-        assert not plan.short or plan.consumers == plan.cluster == 1
+        assert plan.kernel in KERNELS and plan.block_m in (64, 128)
+        assert plan.short or 16 <= plan.boxes[3][plan.transposed - 1] <= 64
+        assert not plan.short or plan.warps == 4 * plan.cluster == 4
         for column_major in (False, True):
             plan = replace(plan, b_column_major=column_major)
+            kernel = plan.kernel
+            ring, buffers = (
+                128 * kernel.stages * (plan.block_m + kernel.columns),
+                2 * kernel.block_m * kernel.piece[1] * 2,
+            )
+            assert ring <= 1024 * kernel.ring_kilobytes <= 226 * 1024 - (not plan.short) * buffers
+            assert plan.stages == kernel.stages >= 3
             assert plan.b_box[0] % 8 == 0 and plan.b_box[1] >= 32  # rows of the swizzle
             each = plan.brought * BLOCK_K // plan.cluster  # elements that a block fetches
-            assert plan.block_n <= plan.brought <= plan.columns and each % math.prod(plan.b_box) == 0
+            assert plan.block_n <= plan.brought <= kernel.columns and each % math.prod(plan.b_box) == 0
 
 
 def test_what_is_chosen_is_sound():
@@ -99,20 +107,20 @@ def test_what_is_chosen_is_sound():
     rng = random.Random(3)
     for _ in range(200):
         m, n, k, sms = size(rng), size(rng), size(rng), rng.choice((132, 114, 5))
-        plan, split = choose(m, n, k, sms)
+        plan, split = choose(m, n, k, *rng.choices((False, True), k=2), sms)
         items = items_of(*((n, m) if plan.transposed else (m, n)), plan, split, sms)
         assert split == 1 or 2 * split <= -(-k // BLOCK_K)
         assert 4 * items.rest * plan.cluster * items.split * plan.block_m * plan.block_n < 2**30
         assert plan.cluster <= sms and items.number < 2**31
-    large, _ = choose(8192, 8192, 8192, 132)
+    large, _ = choose(8192, 8192, 8192, False, False, 132)
     assert large.block_m * large.block_n >= 128 * 192 and large.cluster > 1
-    few, split = choose(320, 112, 12712, 132)  # few tiles, and long sums: parts keep more SMs busy
+    few, split = choose(320, 112, 12712, False, False, 132)  # few tiles, and long sums: parts keep more SMs busy
     assert items_of(320, 112, few, split, 132).number > 20
 
 
 def test_at_most_twelve_kernels_are_compiled_for_a_dtype_and_an_order_of_the_operands():
     """All that a kernel is compiled for is its plan, which has the orders, and the dtype."""
     shapes, start = draw_shapes(seed=2026, count=122), time.perf_counter()
-    plans = {choose(s["m"], s["n"], s["k"], 132)[0] for s in shapes}
-    assert 4 < len(plans) <= 12
+    kernels = {replace(chosen(s)[0].kernel, a_column_major=False, b_column_major=False) for s in shapes}
+    assert 4 < len(kernels) <= 12
     assert time.perf_counter() - start < 122 * 0.02  # a new shape has 20 ms for its first call

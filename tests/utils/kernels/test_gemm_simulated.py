@@ -53,7 +53,7 @@ def test_short_kernel(simulated, plan, split, n, k):
 @pytest.mark.parametrize("consumers", [1, 2])
 def test_warp_specialized_kernel(simulated, consumers, split, column_major):
     """A ring that runs on from tile to tile, and an edge in all directions; with parts, some tiles are whole and some are cut."""
-    plan = Plan(64 * consumers, 128, stages=3, transposed=column_major)
+    plan = Plan(64 * consumers, 64 * 3 - 64 * consumers, transposed=column_major)
     m, n = (360, 520) if plan.transposed else (520, 360)
     items = items_of(520, 360, plan, split, sms=4)
     assert split == 1 or min(items.whole, items.rest) > 0
@@ -66,10 +66,10 @@ def test_which_tiles_are_cut_in_parts():
         items = items_of(m, n, plan, split, sms)
         return items.whole, items.rest, items.split
 
-    assert cut(300, 100, Plan(64, 64, 4, short=True), 4) == (0, 10, 4)  # all tiles
-    assert cut(300, 100, Plan(64, 64, 4), 4) == (9, 1, 4)  # those that fill no round
-    assert cut(300, 60, Plan(64, 64, 4), 4, 5) == (5, 0, 1)  # every round is full
-    assert cut(300, 100, Plan(64, 64, 4, cluster=2), 2, 8) == (4, 2, 2)  # three rows of two clusters
+    assert cut(300, 100, Plan(64, 64, short=2), 4) == (0, 10, 4)  # all tiles
+    assert cut(300, 100, Plan(64, 64), 4) == (9, 1, 4)  # those that fill no round
+    assert cut(300, 60, Plan(64, 64), 4, 5) == (5, 0, 1)  # every round is full
+    assert cut(300, 100, Plan(64, 64, cluster=2), 2, 8) == (4, 2, 2)  # three rows of two clusters
 
 
 def test_more_parts_than_steps_are_refused(simulated):
