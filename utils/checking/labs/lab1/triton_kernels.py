@@ -76,7 +76,7 @@ def check_gemm_triton(source: str):
             "Only the last step along K is in C: is the product added to the accumulator?": a[:, last:] @ b[last:],
             "C is 0: is the result of tl.dot kept?": torch.zeros(a.shape[0], b.shape[1]),
         }
-        otherwise = "Look at the masks, at other= in the loads, at what is added up. Each of A, B and C has two strides."
+        otherwise = "Look at the masks, other= in the loads, and what is added up. Each of A, B and C has two strides."
         hint = name_mistakes(got, a @ b, known, otherwise)
         expect_close(got, a @ b, rtol=1e-3, atol=1e-3, what=f"gemm of {name},", hint=hint)
 
