@@ -1,9 +1,8 @@
 """Which program reads which blocks of keys.
 
 The blocks of all heads stand in one long row, sequence by sequence, head by head. Each program takes the same number of
-neighbours; the beginning of a head counts as a block, because it takes about as long. Where that costs hardly more, each head is
-cut by itself, into pieces of the same number of blocks: no program then has parts of two heads. A head that lies in several
-programs is merged.
+neighbours; a head's beginning counts as a block. Where that costs hardly more, each head is cut by itself, into pieces of the
+same number of blocks: no program then has parts of two heads. A head that lies in several programs is merged.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
