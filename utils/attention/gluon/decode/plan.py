@@ -254,7 +254,7 @@ def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
     heads = shape.batch * shape.kv_heads
     # Two tiles of 64 rows that are computed at the same time read keys from the L2.
     short = shape.bytes <= SHORT_BYTES * heads and heads * -(-rows // 64) <= multiprocessors
-    if rows > 64 and not short:
+    if rows > 64 and not short and not 0 < shape.page < SMALL_PAGE:
         return TILES["rows", width, 2]
     # Where a block is several pages, a warp that does nothing but load is worth more.
     if rows > MANY_ROWS or 0 < shape.page < SMALL_PAGE:
