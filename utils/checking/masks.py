@@ -58,7 +58,7 @@ def count_arguments(mod: Mod) -> int:
 
 def _expect_callable(mod: object, what: str, kind: str) -> None:
     if not callable(mod):
-        raise AssertionError(f"{what} should be a {kind}, and is a {type(mod).__name__}: is a return missing?")
+        raise AssertionError(f"{what} should be a {kind}, and is of type {type(mod).__name__}: is a return missing?")
 
 
 def pairs(mod: Mod, sq: int, sk: int, what: str, b: int = 0, h: int = 0) -> torch.Tensor:

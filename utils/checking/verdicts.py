@@ -264,7 +264,7 @@ def expect_close(
     if got is None:
         raise AssertionError(f"{what} is None: is a return missing?")
     if not isinstance(got, torch.Tensor):
-        raise AssertionError(f"{what} should be a torch.Tensor, and is a {type(got).__name__}.")
+        raise AssertionError(f"{what} should be a torch.Tensor, and is of type {type(got).__name__}.")
     for name in ("layout", "dtype", "device"):
         if getattr(got, name) != getattr(expected, name):
             raise AssertionError(f"{what} should have {name} {getattr(expected, name)}, and has {getattr(got, name)}.")

@@ -225,7 +225,7 @@ def test_tolerances_are_those_given():
 
 def test_type_dtype_device_and_shape_come_first():
     assert complaint(None) == "the result is None: is a return missing?"
-    assert complaint(EXPECTED.numpy()) == "the result should be a torch.Tensor, and is a ndarray."
+    assert complaint(EXPECTED.numpy()) == "the result should be a torch.Tensor, and is of type ndarray."
     assert complaint(EXPECTED.double()) == "the result should have dtype torch.float32, and has torch.float64."
     assert complaint(EXPECTED.to("meta")) == "the result should have device cpu, and has meta."
     assert "layout torch.strided" in complaint(EXPECTED.to_sparse())

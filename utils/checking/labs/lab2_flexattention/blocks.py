@@ -188,7 +188,7 @@ def laid_out(lay_out, conversation: torch.Tensor, position: torch.Tensor, window
     """Return the order and the mask of a layout, after asserting that the order is a permutation."""
     result = lay_out(conversation.clone(), position.clone(), window)
     (order, mask_mod), size = expect_items(result, "order, mask_mod", "lay_out(...)"), len(conversation)
-    assert callable(mask_mod), f"the second result of lay_out should be a mask_mod, and is a {type(mask_mod).__name__}"
+    assert callable(mask_mod), f"lay_out's second result should be a mask_mod, and is of type {type(mask_mod).__name__}"
     assert isinstance(order, torch.Tensor) and order.shape == (size,) and sorted(order.tolist()) == list(range(size)), (
         f"order should hold each of 0 ... {size - 1} once, a permutation in a tensor of integers, and is {order!r:.120}"
     )

@@ -54,7 +54,7 @@ def expect_answers(grid_answers, grid: pd.DataFrame) -> dict:
     keys = sorted(map(str, got)) if isinstance(got, dict) else type(got).__name__
     assert keys == sorted(ANSWERS), f"grid_answers should return a dict with the keys {sorted(ANSWERS)}; got {keys}"
     winner = got["decode_winner"]
-    assert isinstance(winner, str), f"decode_winner should be a backend's name, and is a {type(winner).__name__}."
+    assert isinstance(winner, str), f"decode_winner should be a backend's name, and is of type {type(winner).__name__}."
     return got
 
 

@@ -20,7 +20,7 @@ from utils.checking.labs.lab4_sdpa.common import BACKENDS, in_one_line, runs, vi
 def expect_same_values(got: object, x: torch.Tensor, what: str) -> None:
     """Assert that an answer returned a tensor of the shape, the dtype and the values of x."""
     if not isinstance(got, torch.Tensor):
-        raise AssertionError(f"{what} should be a tensor, and is a {type(got).__name__}.")
+        raise AssertionError(f"{what} should be a tensor, and is of type {type(got).__name__}.")
     assert got.shape == x.shape, (
         f"{what} should keep the shape {tuple(x.shape)}, and has {tuple(got.shape)}: a tensor that was transposed has to be "
         "transposed back. Only the memory may differ."
