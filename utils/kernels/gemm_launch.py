@@ -144,18 +144,22 @@ def multicast(ptx: str, plan: Plan) -> str:
     return ptx
 
 
-_PRODUCT = re.compile(r"// width (\d+)|(wgmma\.mma_async\.sync\.aligned\.m64n)\d+(k16[\w.]*) *\{([^{}]*)\}")
+_PRODUCT = re.compile(
+    r"// width (\d+)|^\$L__BB\w+:|(wgmma\.mma_async\.sync\.aligned\.m64n)\d+(k16[\w.]*) *\{([^{}]*)\}", re.M
+)
 
 
 def narrow(ptx: str) -> str:
     """Make products of all columns of a tile's tensors as wide as the mark before them says; the sums of the others stay zero."""
-    width = 0
+    width = 0  # none: a mark holds in its basic block alone
 
     def product(found: re.Match) -> str:
         nonlocal width
-        if found[1]:
-            width = int(found[1])
+        if found[2] is None:
+            width = int(found[1] or 0)
             return found[0]
+        if not width:
+            raise ValueError(f"No mark says how wide a product is: {found[0][:80]}")
         return f"{found[2]}{width}{found[3]} {{{','.join(found[4].split(',')[: width // 2])}}}"
 
     return _PRODUCT.sub(product, ptx)

@@ -105,6 +105,16 @@ def test_one_warp_waits_for_itself_between_copies_and_all_warps_elsewhere():
     assert changed == [1, 5, 8]
 
 
+def test_products_are_as_wide_as_the_mark_in_their_basic_block_says():
+    from utils.kernels.gemm_launch import narrow
+
+    product = "wgmma.mma_async.sync.aligned.m64n{}k16.f32 {{{}}}, %rd1, %rd2;"
+    given, expected = (product.format(n, ",".join(f"%r{i}" for i in range(n // 2))) for n in (256, 80))
+    assert narrow(f"// width 80\n$L__tmp1:\n{given}\n") == f"// width 80\n$L__tmp1:\n{expected}\n"
+    with pytest.raises(ValueError, match="No mark"):
+        narrow(f"// width 80\n$L__BB0_1:\n{given}\n")
+
+
 def test_operands_that_tma_can_copy_and_those_it_cannot():
     from utils.kernels.gemm_launch import rows_in_memory
 
