@@ -359,6 +359,11 @@ def attention_intensity(length, head_dim, dtype, flash):
 +            a_ptr + (rows % M)[:, None] * stride_am + ks[None, :] * stride_ak,
 +            mask=ks[None, :] < K, other=0.0,
 
+# %% q1_5: a launcher that asserts
+-    c = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
++    assert str(b.device) == str(a.device)
++    c = torch.empty(a.shape[0], b.shape[1], device=a.device, dtype=a.dtype)
+
 # %% bonus_5_6: in base 2
 -        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
 +        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * (scale * 1.4426950408889634)
