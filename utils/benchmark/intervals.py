@@ -9,10 +9,10 @@ import numpy as np
 
 CONFIDENCE = 0.95  # of every interval
 RESAMPLES = 2000
-BLOCKS = 10  # of `repeat_interval`
+BLOCKS = 10  # of `repeat_interval`; fewer samples than that have their range for an interval, and no outliers
 # How many standard errors Student's two-sided interval has at 95%, by the degrees of freedom: the blocks less one.
 STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-MIN_PAIRS = 10  # below this a bootstrap interval says little, so there is no verdict
+MIN_PAIRS = 6  # the range of six ratios holds the true median in 97% of cases, that of five in 94%: no verdict
 
 FASTER, SLOWER, SAME, NOT_ENOUGH_DATA = "faster", "slower", "same", "not enough data"
 
@@ -34,7 +34,7 @@ def outliers(samples: Sequence[float]) -> list[int]:
     array = _samples(samples)
     low, middle, high = np.percentile(array, [25, 50, 75])
     limit = max(high + 3.0 * (high - low), 1.05 * middle)
-    return [int(i) for i in np.flatnonzero(array > limit)] if array.size >= MIN_PAIRS else []
+    return [int(i) for i in np.flatnonzero(array > limit)] if array.size >= BLOCKS else []
 
 
 def repeat_interval(samples: Sequence[float]) -> tuple[float, float]:
@@ -86,14 +86,16 @@ def speedup(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def speedup_interval(a: Sequence[float], b: Sequence[float], *, resamples: int = RESAMPLES) -> tuple[float, float]:
-    """Return the bootstrap interval of `speedup(a, b)`.
+    """Return the bootstrap interval of `speedup(a, b)`; from fewer than ten pairs, the range of their ratios.
 
     Pairs are resampled in runs of n**(1/3) neighbours (a circular block bootstrap). Neighbours share the machine's
     clocks and load; an interval that treats them as independent would be too narrow.
     """
     ratios = _log_ratios(a, b)
     n = ratios.size
-    block = max(1, math.ceil(n ** (1.0 / 3.0))) if n >= MIN_PAIRS else 1
+    if n < BLOCKS:
+        return float(np.exp(ratios.min())), float(np.exp(ratios.max()))
+    block = math.ceil(n ** (1.0 / 3.0))
     runs = math.ceil(n / block)
     rng = np.random.default_rng(0)
     medians = []
@@ -112,7 +114,7 @@ def verdict(interval: tuple[float, float], *, same_within: float = 0.01, pairs: 
     """Return the verdict on b from an interval of its speed-up: "faster", "slower", "same" or "not enough data".
 
     For "faster" and "slower" the whole interval must lie outside the margin, for "same" inside. If the interval
-    crosses an edge of the margin, or if there are fewer than 10 pairs, the verdict is "not enough data".
+    crosses an edge of the margin, or if there are fewer than 6 pairs, the verdict is "not enough data".
     """
     if same_within < 0:
         raise ValueError(f"same_within must not be negative, got {same_within!r}; 0.01 means 1%.")

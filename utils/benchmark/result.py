@@ -111,12 +111,10 @@ class Measurement:
         low, high = self.interval_ms
         lines = [
             f"{self.label}: {format_ms(self.median_ms)} median "
-            f"[{format_ms(low)}, {format_ms(high)}] at {stats.CONFIDENCE:.0%}, {len(self.samples_ms)} samples"
-        ]
-        lines.append(
+            f"[{format_ms(low)}, {format_ms(high)}] at {stats.CONFIDENCE:.0%}, {len(self.samples_ms)} samples",
             f"  mean {format_ms(self.mean_ms)}, std {format_ms(self.std_ms)}, min {format_ms(self.min_ms)}, "
-            f"p95 {format_ms(self.p95_ms)}, max {format_ms(self.max_ms)}"
-        )
+            f"p95 {format_ms(self.p95_ms)}, max {format_ms(self.max_ms)}",
+        ]
         rates = []
         if self.tflops is not None:
             rates.append(f"{self.tflops:.4g} TFLOP/s")
@@ -150,12 +148,12 @@ class Comparison:
 
     def sentence(self) -> str:
         """Return the verdict in words."""
-        a, b = self.a.label, self.b.label
+        a, b, margin = self.a.label, self.b.label, f"{self.same_within:.2g}"
         return {
             stats.FASTER: f"{b} is faster than {a}",
             stats.SLOWER: f"{b} is slower than {a}",
-            stats.SAME: f"{b} and {a} take the same time within {self.same_within:.2g}",
-            stats.NOT_ENOUGH_DATA: f"not enough data to tell {b} from {a}",
+            stats.SAME: f"{b} and {a} take the same time within {margin}",
+            stats.NOT_ENOUGH_DATA: f"{len(self.a.samples_ms)} pairs do not tell whether {b} and {a} differ by more than {margin}",
         }[self.verdict]
 
     def __repr__(self) -> str:
