@@ -198,6 +198,8 @@ class LabelLayer(Artist):
             far = (distance > NEAR * point) | misleads
             end = np.clip(start, boxes[:, :2], boxes[:, 2:])
             path = start[:, None] + (end - start)[:, None] * np.linspace(0.1, 1.0, 16)[:, None]  # (C, 16, 2)
+            met = np.linalg.norm(path[:, :, None] - markers, axis=3).min(axis=1) < 4 * point
+            cost += COST_LEADER * far * (met & others).any(axis=1)
             for text in texts:
                 cost += COST_LEADER * far * ((path >= text[:2]) & (path <= text[2:])).all(axis=2).any(axis=1)
             best = int(np.argmin(cost))

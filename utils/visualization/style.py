@@ -173,12 +173,7 @@ def log_axis(axis: Any, low: float, high: float) -> None:
     """Make an axis logarithmic over [low, high], with plain numbers; over few decades 2s and 5s are named too."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
-    if axis.axis_name == "x":
-        axis.axes.set_xscale("log")
-        axis.axes.set_xlim(low, high)
-    else:
-        axis.axes.set_yscale("log")
-        axis.axes.set_ylim(low, high)
+    axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
     decades = math.log10(high / low)
     steps = (1,) if decades > 2.2 else (1, 2, 5) if decades > 0.8 else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
