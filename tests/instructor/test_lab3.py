@@ -124,7 +124,7 @@ def test_the_games_end_as_the_text_says(files, monkeypatch, capsys):
         assert words in said
     for words in ("P announced early: race", "o_ready never arrives: hangs"):
         assert words in said
-    with pytest.raises(ValueError, match="another way"):
+    with pytest.raises(lab3.AnswerNeeded, match="another way"):
         lab3.swapped("one\ntwo\n", "three", "one")
 
 

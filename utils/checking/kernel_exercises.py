@@ -20,7 +20,7 @@ import torch
 
 from utils.checking.kernel_files import HELPERS, expect_kernel_file
 from utils.checking.mistakes import name_mistakes
-from utils.checking.verdicts import AnswerNeeded, expect_close, raises_not_implemented
+from utils.checking.verdicts import AnswerNeeded, WrongAnswer, expect_close, raises_not_implemented
 from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compile_kernel, import_file, write_source
 from utils.gluon_cpu.reports import SimulationError
 from utils.gluon_cpu.simulation import Run, simulate
@@ -97,7 +97,7 @@ def _module(source: str, file: str):
         return import_file(write_source(source, file))
     except Exception as error:
         text = " ".join(str(error).split())[:300]
-        raise AssertionError(f"{file} cannot be imported: {type(error).__name__}: {text}") from None
+        raise WrongAnswer(f"{file} cannot be imported: {type(error).__name__}: {text}") from None
 
 
 def load_kernels(source: str | None, launch: Launch):
@@ -106,13 +106,11 @@ def load_kernels(source: str | None, launch: Launch):
         raise AnswerNeeded(f"{launch.file} is not written yet: answer its question first, and run its cell.")
     module = _module(source, launch.file)
     if not hasattr(module, launch.kernel):
-        raise AssertionError(f"{launch.file} defines no {launch.kernel}: keep the kernel's name and arguments.")
+        raise WrongAnswer(f"{launch.file} defines no {launch.kernel}: keep the kernel's name and arguments.")
     parameters = [p.name for p in getattr(getattr(module, launch.kernel), "params", [])]
     if parameters != list(launch.args):
         expected, given = ", ".join(launch.args), ", ".join(parameters)
-        raise AssertionError(
-            f"{launch.kernel} should be a @gluon.jit function of ({expected}), and is one of ({given})."
-        )
+        raise WrongAnswer(f"{launch.kernel} should be a @gluon.jit function of ({expected}), and is one of ({given}).")
     return module
 
 
@@ -141,7 +139,7 @@ def simulate_launch(
     timeline: bool | int = False,  # how many programs to record
     model: CostModel | None = None,
 ) -> tuple[dict[str, torch.Tensor], Run]:
-    """Run a launch in the simulator; return the outputs by name, and the Run. A mistake's report is an AssertionError."""
+    """Run a launch in the simulator; return the outputs by name, and the Run. A mistake's report is a WrongAnswer."""
     outputs, seen = simulate_file(source, launch, {"seed": seed, "timeline": timeline, "model": model})
     run = Run(seed, True, int(timeline), **LIMITS, model=model or CostModel())
     vars(run).update(seen, events=[Event(*fields) for fields in seen["events"]])
@@ -155,9 +153,9 @@ def simulate_file(source: str, launch: Launch, options: dict) -> tuple[dict[str,
         with simulate(**LIMITS, **options) as run:
             outputs = launch.run(module, "cpu")
     except SimulationError as error:
-        raise AssertionError(f"the simulator stopped {launch.kernel}.\n  {error}") from None
+        raise WrongAnswer(f"the simulator stopped {launch.kernel}.\n  {error}") from None
     if run.notes:
-        raise AssertionError(f"{launch.kernel} lacks a fence, and lab 3 asks for each.\n  {run.notes[0]}")
+        raise WrongAnswer(f"{launch.kernel} lacks a fence, and lab 3 asks for each.\n  {run.notes[0]}")
     seen = {name: getattr(run, name) for name in ("launches", "recorded", "ends")}
     return outputs, {**seen, "cycles": [*map(float, run.cycles)], "events": [astuple(event) for event in run.events]}
 
@@ -200,9 +198,9 @@ def compile_file(source: str, launch: Launch, figures: bool, capability: int = H
         compiled = compile_kernel(request, figures=figures, timeout=COMPILE_SECONDS)
     except CompilerRefusal as refusal:
         words = _complaint(str(refusal), source)
-        raise AssertionError(f"{compiler} refuses {launch.file}:\n{words}") from None
+        raise WrongAnswer(f"{compiler} refuses {launch.file}:\n{words}") from None
     except TimeoutError:
-        raise AssertionError(f"{launch.file}: {compiler} did not finish within {COMPILE_SECONDS:.0f} s.") from None
+        raise WrongAnswer(f"{launch.file}: {compiler} did not finish within {COMPILE_SECONDS:.0f} s.") from None
     return asdict(compiled) if compiled is not None else None
 
 
@@ -241,7 +239,7 @@ def machine_code(source: str, launch: Launch, containing: str, compiled: Compile
                 rows.append(f"    {kind:5}{short}{f'  ({count} times)' if count > 1 else ''}")
         shown += ["\n".join(rows)] if len(rows) > 1 else []
     if not shown:
-        raise AssertionError(f"no line of {launch.file} that contains {containing!r} became an instruction.")
+        raise WrongAnswer(f"no line of {launch.file} that contains {containing!r} became an instruction.")
     return "\n".join(shown)
 
 

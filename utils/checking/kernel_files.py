@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 
+from utils.checking.verdicts import WrongAnswer
+
 # Modules that a file may import from, and every module below the languages.
 MODULES = ("triton", "triton.experimental", "math", "__future__")
 LANGUAGES = ("triton.language", "triton.experimental.gluon")
@@ -36,10 +38,10 @@ def expect_kernel_file(source: str, file: str) -> None:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line, text = getattr(error, "lineno", None), (getattr(error, "text", None) or "").strip()
         words = getattr(error, "msg", None) or str(error)
-        raise AssertionError(f"{file} is no Python: {words}" + (f", line {line}: {text}" if line else "")) from None
+        raise WrongAnswer(f"{file} is no Python: {words}" + (f", line {line}: {text}" if line else "")) from None
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and (what := _wrong_import(node, file)):
-            raise AssertionError(
+            raise WrongAnswer(
                 f"{file}, line {node.lineno}: {what} may not stand in a file of kernels. It may import "
                 "triton and its languages, and define kernels, helpers, aggregates and constants; put anything else into a "
                 "cell of the notebook."

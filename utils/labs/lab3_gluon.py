@@ -310,7 +310,7 @@ def swapped(text: str, line: str, before: str, instead: str = "") -> str:
     lines = text.splitlines()
     places = [[i for i, words in enumerate(lines) if part and part in words] for part in (line, before)]
     if len(places[0]) != 1 or (before and len(places[1]) != 1):
-        raise ValueError(f"your file says `{line}` or `{before}` in another way, or more than once: move it by hand.")
+        raise AnswerNeeded(f"your file says `{line}` or `{before}` in another way, or more than once: move it by hand.")
     moved = lines.pop(places[0][0])
     at = places[1][0] - (places[1][0] > places[0][0]) if before else places[0][0]
     indent = re.match(r" *", lines[at] if before else moved)

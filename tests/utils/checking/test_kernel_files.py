@@ -4,6 +4,7 @@ import nbformat
 import pytest
 
 from instructor.build import ROOT
+from utils.checking import WrongAnswer
 from utils.checking.kernel_files import expect_kernel_file
 
 HEAD = """\
@@ -83,5 +84,5 @@ def test_what_a_file_is_asked_to_write_is_not_imported():
 
 
 def test_a_file_that_is_no_python_is_named():
-    with pytest.raises(AssertionError, match=r"mine\.py is no Python"):
+    with pytest.raises(WrongAnswer, match=r"mine\.py is no Python"):  # without the lines of the house
         expect_kernel_file("def f(:\n", "mine.py")
