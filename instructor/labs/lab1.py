@@ -1161,7 +1161,7 @@ def break_even_batch(length: int, config, weight_bytes: float = 2, cache_bytes: 
 ### TESTS bonus_3_5_tests, 5 points: check_decode_floor(decode_floor_ms, break_even_batch)
 
 # %% [markdown]
-# The layers are not all. To choose a word, each step multiplies its last hidden state by the output head: one row of 640
+# The layers are not everything. To choose a word, each step multiplies its last hidden state by the output head: one row of 640
 # numbers for each of the 262,144 words that Gemma-3 knows. That is 63% of the weights that a step reads. On an H200, at batch 1 and
 # 512 tokens, your floor of 0.044 ms for the layers becomes 0.114 ms.
 
@@ -1231,11 +1231,10 @@ def profile_steps(fn, trace_path: str) -> torch.profiler.profile:
 guesses["operators (on a GPU: kernels) of a decode step"] = None
 step, trace = decode_step(batch=1, length=512), str(output_path("decode_trace.json"))
 prof = profile_steps(step, trace)
-counts = count_cuda_kernels(prof)
-print(f"{'kernels' if on_gpu else 'operators'} a step:", counts)
-beside_guess("operators (on a GPU: kernels) of a decode step", counts["total"])
+operators = count_cuda_kernels(prof)["total"]
+beside_guess("operators (on a GPU: kernels) of a decode step", operators)
 taken = median_times({"a decode step": step})["a decode step"]
-print(f"latency of a step: {plus_minus(taken)} ms, {1e3 * taken.median_ms / counts['total']:.1f} µs for each of them")
+print(f"latency of a step: {plus_minus(taken)} ms, {1e3 * taken.median_ms / operators:.1f} µs for each of them")
 plot_last_step(trace)
 summary = summarize_trace(trace, top=12, dataframe=True)
 summary[["name", "family", "count", "self_us", "mean_us", "share"]].round(3)
