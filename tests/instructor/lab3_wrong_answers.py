@@ -35,6 +35,7 @@ WRONG_ANSWERS = [
         ("elements for bytes", ("return 2 * (consumers", "return (consumers"), "two bytes"),
         ("one Q for all consumers", ("consumers * 64", "64"), "64 rows of Q of its own"),
         ("registers of one warp", ("(keys + d) / 128", "(keys + d) / 32"), "128 threads share"),
+        ("registers of two warps", ("(keys + d) / 128", "(keys + d) / 64"), "128 threads share"),
         loses=("q1_1_budget_tests",),
     ),
     *mistakes(

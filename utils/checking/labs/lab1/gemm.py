@@ -244,12 +244,12 @@ def check_intensities(gemm_intensity, gemv_intensity):
 @visible("2.2", "Ridge point and roof")
 def check_ridge_and_roof(ridge_point, attainable_tflops):
     """Check the ridge of one machine, and its roof on both sides."""
-    mistakes = {"It is the peak over the bandwidth.": 0.05, "It is a ratio, not a product.": 5.0}
-    what = "ridge_point(10 TFLOP/s, 0.5 TB/s)"
-    expect_number(ridge_point(10.0, 0.5), 20.0, rel=1e-6, unit="FLOPs/Byte", what=what, mistakes=mistakes)
+    mistakes = {"It is the peak over the bandwidth.": 0.08, "It is a ratio, not a product.": 8.0}
+    what = "ridge_point(10 TFLOP/s, 0.8 TB/s)"
+    expect_number(ridge_point(10.0, 0.8), 12.5, rel=1e-6, unit="FLOPs/Byte", what=what, mistakes=mistakes)
     lower = "The lower of the two roofs limits"
     for place, intensity, right, known in (
-        ("left of", 4.0, 2.0, {f"{lower}, not the higher.": 10.0, "Bytes times bandwidth?": 8.0}),
+        ("left of", 3.0, 1.5, {f"{lower}, not the higher.": 10.0, "Bytes times bandwidth?": 6.0}),
         ("right of", 100.0, 10.0, {f"{lower}: no kernel is faster than the peak.": 50.0}),
         ("at", 20.0, 10.0, {}),
     ):

@@ -38,8 +38,7 @@ def check_count_blocks(count_blocks):
     ):  # fmt: skip
         what = f"count_blocks of {what}, in blocks of {block},"
         got = tuple(map(int, expect_items(count_blocks(mask.clone(), block), "full, partial, empty", what)))
-        hint = " Or: ".join(text for text, wrong in mistakes.items() if got == wrong)
-        hint = hint or "Draw it, and sort its blocks by hand."
+        hint = " Or: ".join(text for text, wrong in mistakes.items() if got == wrong) or "Draw its blocks, and count."
         for name, given, right in zip(("full", "partial", "empty"), got, expected, strict=True):
             assert given == right, f"{what} is {got}, and {name} should be {right}. {hint}"
 

@@ -139,23 +139,23 @@ def check_errors(errors):
 
 @visible("3.1", "Intensity, prefill and decode")
 def check_intensities(intensity, queries_to_ridge):
-    """Check 20 queries and 120 keys with three heads to a key head, and ridges that are reached or not."""
+    """Check 20 queries and 100 keys with three heads to a key head, and ridges that are reached or not."""
     up = "One query fewer still lies left of the ridge: round up."
     bytes_too = "Queries and outputs have bytes as well, not only the cache."
-    bf16, groups = torch.bfloat16, "20 queries, 120 keys, 3 heads to a key head"
+    bf16, groups = torch.bfloat16, "20 queries, 100 keys, 3 heads to a key head"
     of_intensity = {
-        "The heads of a group share keys and values: they are read once.": 120 / 7,
-        "These are FLOPs per element: divide by the bytes of an element.": 80.0,
-        "Two FLOPs a multiply-accumulate, and two bytes a number in bf16.": 20.0,
-        "Each query head of the group has queries and an output of its own.": 360 / 7,
+        "The heads of a group share keys and values: they are read once.": 50 / 3,
+        "These are FLOPs per element: divide by the bytes of an element.": 75.0,
+        "Two FLOPs a multiply-accumulate, and two bytes a number in bf16.": 18.75,
+        "Each query head of the group has queries and an output of its own.": 50.0,
         "Keys are as long as the cache, not as the queries.": 15.0,
     }
     shared, itemsize = "The group shares the keys, too: group * queries count.", "An element has itemsize bytes."
     of_queries = {up: 28, shared: 87, bytes_too: 17, itemsize: 11}
     short, long = "a ridge of 50.3, 120 keys, 3 heads to a key head, bf16", "a ridge of 50.7, 1000 keys, 1 head, bf16"
     for got, right, what, mistakes in (
-        (intensity(20, 120, 3, 10, bf16), 40.0, f"the intensity of {groups}, bf16,", of_intensity),
-        (intensity(20, 120, 3, 10, torch.float32), 20.0, f"the intensity of {groups}, fp32,", {itemsize: 40.0}),
+        (intensity(20, 100, 3, 10, bf16), 37.5, f"the intensity of {groups}, bf16,", of_intensity),
+        (intensity(20, 100, 3, 10, torch.float32), 18.75, f"the intensity of {groups}, fp32,", {itemsize: 37.5}),
         (queries_to_ridge(50.3, 120, 3, 10, bf16), 29, f"queries_to_ridge of {short}", of_queries),
         (queries_to_ridge(50.7, 1000, 1, 64, bf16), 54, f"queries_to_ridge of {long}", {up: 53, bytes_too: 51}),
     ):

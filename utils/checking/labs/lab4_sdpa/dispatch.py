@@ -98,7 +98,9 @@ def check_why_not(why_not):
         for outside in ("default", "ignore"):
             for name, tensors, options, word in (
                 ("plain attention", (x, x, x), {}, ""),
-                ("a q with other strides", (turned, x, x), {}, "last dimension"),
+                ("a q with other strides", (turned, x, x), {}, "query.stride(-1): 16"),
+                ("a k with other strides", (x, turned, x), {}, "key.stride(-1): 16"),
+                ("tensors of two dimensions", (x[0, 0], x[0, 0], x[0, 0]), {}, "4 dimensional"),
                 ("dropout", (x, x, x), {"dropout_p": 0.5}, "dropout"),
                 ("causal attention", (x, x, x), {"is_causal": True}, ""),
             ):
