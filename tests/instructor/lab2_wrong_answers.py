@@ -164,6 +164,7 @@ WRONG_ANSWERS = [
         ("no clamp", ("reach + (q - k).clamp(-reach, reach)", "(reach + q - k) % table.shape[1]"), "wrap"),
         ("bias times the score", ("score + table", "score * table"), ("Add the bias", "relative_bias")),
         ("head 0's bias for all", ("+ table[h", "+ table[0"), "row of its own"),
+        ("R is 2 in every table", ("table.shape[1] // 2", "2"), ("R = 3", "relative_bias")),
     ),
     *mistakes(
         "q5_1",

@@ -82,7 +82,7 @@ def score_mods(soft_cap, alibi, in_turn, seed=None):
 def relative_bias(relative_bias, seed=None):
     """Check table[h, R + (q - k)], with the distance clamped to the ends of the table."""
     draw = Draw(seed)
-    heads, reach = draw.size(2, 4), draw.size(2, 4)
+    heads, reach = draw.size(2, 4), draw.size(3, 5)
     sq, sk = draw.sizes(2, 10, 18)
     q, k = indices(sq, sk)
     for dtype in (torch.float32, torch.bfloat16):

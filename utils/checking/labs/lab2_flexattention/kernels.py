@@ -79,6 +79,8 @@ def check_relative_bias(relative_bias):
         }
         what = f"a score of 0.5 in head 1 at query {q}, key {k} (distance q - k = {distance}), R = 2, row [10, 20, 30, 40, 50],"
         expect_number(got[q, k], 0.5 + 10 * (column + 1), rel=1e-6, what=what, mistakes=known)
+    wide = modified(relative_bias(torch.arange(14.0).view(2, 7)), scores, "relative_bias", h=1)[6, 0]
+    expect_number(wide, 13.5, rel=1e-6, what="a score of 0.5 in head 1 at query 6, key 0, R = 3, row [7, 8, ..., 13],")
     small = modified(mod, scores.bfloat16(), "relative_bias", h=1).dtype
     assert small == torch.bfloat16, (
         f"a bf16 score should keep its dtype, and becomes {small}: convert the bias, not the score"
