@@ -153,7 +153,7 @@ class Comparison:
             stats.FASTER: f"{b} is faster than {a}",
             stats.SLOWER: f"{b} is slower than {a}",
             stats.SAME: f"{b} and {a} take the same time within {margin}",
-            stats.NOT_ENOUGH_DATA: f"{len(self.a.samples_ms)} pairs do not tell whether {b} and {a} differ by more than {margin}",
+            stats.NOT_ENOUGH_DATA: f"whether {b} and {a} differ by more than {margin} remains open",
         }[self.verdict]
 
     def __repr__(self) -> str:
