@@ -29,7 +29,7 @@ from utils.machine.environment import float32_matmul_precision
 from utils.validation import check_callable
 
 # What a GPU's events cannot tell apart in a pair of samples, whatever their number: of 65 comparisons of a matmul of 6 us with
-# itself on an H200, the resampled interval alone held 1 in 58%, and with this on both sides in 97%.
+# itself on an H200, an interval of the pairs alone held 1 in 58%, and with this on both sides in 97%.
 PAIR_APART = 0.001
 
 
@@ -56,7 +56,7 @@ def compare(
     """Time a and b on the same arguments, interleaved, and say whether b is faster, slower or the same.
 
     `speedup` is the time of a divided by the time of b: the median over pairs of neighbouring samples,
-    because neighbours share the machine's clocks. The interval comes from resampling the pairs. The speed-up is close
+    because neighbours share the machine's clocks. The interval comes from the order of their ratios. The speed-up is close
     to the ratio of the two medians, and stays right when the clocks change. The verdict "same" means that the whole
     interval lies within `same_within` of 1.
 

@@ -140,7 +140,7 @@ class Comparison:
     """Two functions timed interleaved: `speedup` is time of a / time of b over neighbours; above 1, b is faster."""
 
     speedup: float
-    interval: tuple[float, float]  # bootstrap over pairs of neighbouring samples
+    interval: tuple[float, float]  # of the median over pairs of neighbouring samples
     verdict: str  # on b: "faster", "slower", "same" or "not enough data"
     a: Measurement
     b: Measurement
