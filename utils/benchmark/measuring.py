@@ -29,7 +29,7 @@ from utils.machine.environment import float32_matmul_precision
 from utils.validation import check_callable
 
 # What a GPU's events cannot tell apart in a pair of samples, whatever their number: of 65 comparisons of a matmul of 6 us with
-# itself on an H200, an interval of the pairs alone held 1 in 58%, and with this on both sides in 97%.
+# itself on an H200, an interval resampled from the pairs held 1 in 58%, and with this on both sides in 97%.
 PAIR_APART = 0.001
 
 
