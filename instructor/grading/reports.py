@@ -137,6 +137,8 @@ def formgrader(
 @errors_as_text
 def race(lab: Lab = "lab3_gluon", course_folder: CourseFolder = Path("course")) -> None:
     """Time the class's kernels of lab 3, Question 5.3, on this machine's GPU, each call with fresh inputs and checked."""
+    from contextlib import closing
+
     from instructor.grading.class_.gradebook import as_csv
     from instructor.grading.class_.intake import submissions
     from instructor.grading.race import race as racing
@@ -147,14 +149,11 @@ def race(lab: Lab = "lab3_gluon", course_folder: CourseFolder = Path("course")) 
         raise GradingError(f"{lab} has no race: lab3_gluon has.")
     built = _build(lab)
     found = submissions(course_folder, "lab3_gluon")
-    entries = [racing.entry_of(built, s.student, s.path.read_bytes()) for s in found]
-    one = racing.Race(racing.model_answer(built))
-    try:
+    entries = {s.student: racing.entry_of(built, s.path.read_bytes()) for s in found}
+    with closing(racing.Race(racing.model_answer(built))) as one:
         results = racing.race_class(
             one, entries, lambda r: typer.echo(f"{for_terminal(r.student)} {'refused' if r.refused else 'done'}")
         )
-    finally:
-        one.close()
     for line in racing.lines_of(results):
         typer.echo(for_terminal(line))
     path = course_folder / "grading" / "lab3_gluon" / "race.csv"

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from instructor.build import build_lab
-from instructor.grading.race.race import Entry, Race, in_order, lines_of, model_answer
+from instructor.grading.race.race import Race, in_order, lines_of, model_answer
 from instructor.points import lab_path
 from tests.instructor.grading.race_cheats import CHEATS, HONEST
 from utils.machine.environment import environment
@@ -50,7 +50,7 @@ def main() -> None:
 
     try:
         texts = honest | {name: f.text(model) for name, f in cheats.items()}
-        kernels = race.prepare_all([Entry(name, text) for name, text in texts.items()])
+        kernels = race.prepare_all(texts)
         record["seconds to compile"] = time.monotonic() - began
         for name in honest:
             run(name, "")
