@@ -20,10 +20,9 @@ from instructor.course import Course
 from instructor.grading.class_ import gradebook
 from instructor.grading.class_.intake import Submission
 from instructor.grading.sandbox.walls import Limits
-from instructor.grading.submission.engine import calibrate, close_all, grade_notebook, known_calibration
+from instructor.grading.submission.engine import calibrate, calibration_path, close_all, fingerprint, grade_notebook
 from instructor.grading.submission.plan import not_graded
 from instructor.grading.submission.results import GradingError, SubmissionResult
-from instructor.grading.submission.sources import fingerprint
 
 Progress = Callable[[str, int, int], None]  # (student, how many are done, of how many)
 
@@ -217,7 +216,7 @@ def grade_class(
     run.resume(submissions, again)
     try:
         if run.waiting:
-            if known_calibration(built, limits) is None:
+            if not calibration_path(built, limits).is_file():
                 progress("the model answers first, once for each version of the lab", run.done, run.total)
             devices = gpus() if limits.gpu and scheduler is None else []
             jobs = min(jobs, len(run.waiting), len(devices) or jobs)

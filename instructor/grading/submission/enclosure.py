@@ -82,9 +82,8 @@ class Enclosure:
     def _build_root(self) -> None:
         """Enter a root folder that holds only what a submission may see; without one, work in a private folder."""
         if self.own_root:
-            options = self.warm.options
             try:
-                walls.build_root(options.visible, options.assets, options.hidden, options.limits, self.walls)
+                walls.build_root(self.warm.options.limits, self.walls)
             except OSError as error:
                 self.walls["files"] = f"none ({error})"
                 self.own_root = False
@@ -137,7 +136,7 @@ class Enclosure:
         shell = self.warm.shell
         shell.starting_dir = os.getcwd()
         channel = Channel(socket.socket(fileno=self.control))
-        hide(self.warm.options.answers)
+        hide(self.warm.options.lab)
         linecache.clearcache()  # it names the grader's files
         for name in [n for n in sys.modules if n == "instructor" or n.startswith("instructor.")]:
             del sys.modules[name]

@@ -65,13 +65,9 @@ class SubmissionResult:
 class WarmUp:
     """What a warm process needs before it can grade submissions of one lab."""
 
+    lab: str  # its name
     setup: list[tuple[str, str]]  # (id, source) of the code cells before the first answer
-    folder: str  # the warm process's working folder
-    visible: list[str]  # paths that a student's process may read
-    assets: str  # the folder that students have next to their notebook
-    hidden: list[str]  # folders that an empty one covers wherever a visible path contains them
     limits: Limits
-    answers: dict[str, list[str]]  # module of the course -> functions in it that a student may not call
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from instructor.grading.submission.library import ANSWERS
 from instructor.grading.submission.outputs import Outputs
 from instructor.grading.submission.results import WarmUp
 
@@ -91,7 +92,7 @@ def warm_up(options: WarmUp) -> Warm:
     """
     os.environ.setdefault("MPLBACKEND", "Agg")
     # Answers of the course, too: what is loaded can be disabled.
-    for name in (*PRELOADED, *(BEFORE_SETUP if options.limits.gpu else ()), *options.answers):
+    for name in (*PRELOADED, *(BEFORE_SETUP if options.limits.gpu else ()), *ANSWERS.get(options.lab, ())):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     warm = Warm(options, make_shell())

@@ -44,7 +44,6 @@ def serve(descriptor: int) -> None:
     sock = socket.socket(fileno=descriptor)
     channel = Channel(sock)
     options: WarmUp = pickle.loads(channel.receive()[1][0])  # from the worker, which is trusted
-    os.chdir(options.folder)
     try:
         warm = warm_up(options)
     except RuntimeError as error:

@@ -324,7 +324,7 @@ def test_whoever_waits_for_the_model_answers_is_told(small_lab, tmp_path, monkey
         raise Began
 
     monkeypatch.setattr(gradebook, "prepare", lambda course, built: None)
-    monkeypatch.setattr(cluster, "known_calibration", lambda built, limits: None)
+    monkeypatch.setattr(cluster, "calibration_path", lambda built, limits: tmp_path / "none")
     monkeypatch.setattr(cluster, "connect", workers)
     course, said = Course(tmp_path), []
     course.submit(small_lab.name, "ada", small_lab.student)
