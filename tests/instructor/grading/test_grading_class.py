@@ -194,7 +194,7 @@ def test_what_the_class_did_late_days_and_the_platforms_forms(small_lab, graded,
     try:
         put_names(course, class_of(small_lab))
         assert apply_penalties(course, small_lab.name) == {}
-        gradebook.merge(course, {"ada": gradebook.load_record(course, small_lab.name, "ada", None)})
+        gradebook.merge(course, [gradebook.load_record(course, small_lab.name, "ada", None)])
         assert apply_penalties(course, small_lab.name) == {"ada": 0.0}  # a due date alone costs nothing
         config.write_text(before + plugin)
         assert apply_penalties(course, small_lab.name) == {"ada": pytest.approx(lost)}
@@ -764,7 +764,7 @@ def test_the_gradebook_keeps_all_of_a_submission_or_nothing(small_lab, graded, m
     cells["q1_3_tests"] = type(cells["q1_3_tests"])(0.0, "failed", "")
     broken = type(result)(**{**vars(result), "cells": cells})
     with pytest.raises(cluster.GradingError, match="another version"):
-        gradebook.merge(course, {"wrong": broken})
+        gradebook.merge(course, [broken])
     assert automatic(course, small_lab.name)["wrong"] == before
 
 
