@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 
 from instructor.checks.common import draw_for
-from instructor.grading.submission.beside import put_behind_walls, refuse_to_run
+from instructor.grading.submission.beside import put_behind_walls
 from instructor.grading.submission.exceptions import explain
 from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
 from instructor.grading.submission.plan import Step, Unreadable, make_plan, not_graded, python_of, question_title
@@ -59,8 +58,6 @@ class Checker:
         self.restarts = 0
         self.remote: Remote | None = None  # None once there were too many restarts
         self.clean: Remote | None = None  # of the test cell
-        self.student_texts: list[str] = []  # of files that are answers to the question that is tested
-        self.testing = False
 
     def grade(self) -> SubmissionResult:
         """Run and test every cell of the submission."""
@@ -181,7 +178,6 @@ class Checker:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         os.chdir(self.folder)
-        sys.addaudithook(refuse_to_run(self.student_texts, lambda: self.testing))
 
     def _run_elsewhere(self, module: str, name: str, args: tuple, kwargs: dict):
         """Run a function of the course, which takes a student's text, in a process where no cell of theirs has run."""
@@ -234,13 +230,10 @@ class Checker:
         """Run a check in this process, on proxies of the student's functions."""
         names = {**self.base, "__name__": "__main__"}
         names.update(remote.get(step.needs.names))
-        self.student_texts.clear()
         for name in step.needs.files:  # answers that are files
             Path(self.folder, Path(name).name).unlink(missing_ok=True)  # another question's test may have left one
-            text = (remote.fetch(name) or b"").decode(errors="replace")
-            self.student_texts += [text] if text.strip() else []
+            remote.fetch(name)
         shown, verdict = io.StringIO(), ("passed", "")
-        self.testing = True
         try:
             with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(io.StringIO()):
                 exec(compile(python_of(step.source) or "", f"<tests of {step.name}>", "exec"), names)
@@ -249,7 +242,6 @@ class Checker:
         except BaseException as error:
             verdict = explain(error)
         finally:
-            self.testing = False
             if self.clean is not None:
                 self.clean.close()
                 self.clean = None
