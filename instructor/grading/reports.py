@@ -75,15 +75,8 @@ def similar(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
 def export(
     lab: Annotated[str | None, typer.Argument(help="A lab by name; needed for every form but nbgrader's.")] = None,
     course_folder: CourseFolder = Path("course"),
-    form: Annotated[
-        str, typer.Option("--as", help="nbgrader (all labs), questions, moodle, canvas or gradescope.")
-    ] = "nbgrader",
-    to: Annotated[
-        Path | None,
-        typer.Option(
-            help="The CSV file, for gradescope the folder of results.json files; else in the course's folder."
-        ),
-    ] = None,
+    form: Annotated[str, typer.Option("--as", help="nbgrader (all labs), questions, moodle or canvas.")] = "nbgrader",
+    to: Annotated[Path | None, typer.Option(help="The CSV file; else in the course's folder.")] = None,
 ) -> None:
     """Write the grades as CSV, or in the form of a learning platform."""
     from instructor.grading.class_.platforms import FORMS, export_class, export_gradebook
@@ -98,7 +91,7 @@ def export(
         notes = export_gradebook(course, path)
     else:
         name = _name(lab)
-        path = to or course_folder / f"{name}-{form}{'' if form == 'gradescope' else '.csv'}"
+        path = to or course_folder / f"{name}-{form}.csv"
         notes = export_class(course, name, form, path)
     typer.echo(f"{path}")
     for note in notes:

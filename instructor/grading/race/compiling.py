@@ -67,11 +67,7 @@ def signature(launch: Launch, constants: Collection[str] = ("STAGES",)) -> dict[
 
 
 def compile_text(source: str, shape: Shape = LONG) -> Kernel:
-    """Compile a student's file in a process of its own, and read what it became.
-
-    Args:
-        source: the text of the file.
-        shape: its block, slots and head dimension are constants of the kernel.
+    """Compile a student's file for a shape's block, slots and head dimension in a process of its own, and read what it became.
 
     Raises:
         Refused: the file is none of kernels, does not compile, or its machine code does what it may not.
@@ -104,11 +100,7 @@ def compile_text(source: str, shape: Shape = LONG) -> Kernel:
 
 
 def read_machine_code(facts: dict) -> Kernel:
-    """Return a compiled kernel, or raise Refused if it needs or does what this race does not give.
-
-    Args:
-        facts: what the compiler's process wrote: the fields of a kernel, and sizes that have to be 0.
-    """
+    """Return a kernel by what the compiler's process wrote; raise Refused if it needs or does what this race does not give."""
     for what in ("global_scratch_size", "profile_scratch_size"):
         if facts[what]:
             raise Refused("the kernel asks for memory of its own: descriptors may not be made in the kernel.")

@@ -84,13 +84,7 @@ def draw_inputs(shape: Shape, seed: int, device: torch.device | str) -> tuple[to
 
 
 def rows_to_read(shape: Shape, seed: int, lot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (heads, rows) to read of a call's output: some of every tile by lot, and the special ones of its inputs.
-
-    Args:
-        shape: the call's shape.
-        seed: of the call's inputs.
-        lot: the draw of the rows.
-    """
+    """Return (heads, rows) to read of a call's output: some of every tile by `lot`, and the special ones of its inputs by `seed`."""
     drawing = torch.Generator().manual_seed(lot)
     starts = torch.arange(0, shape.queries, TILE_ROWS)
     sizes = (shape.queries - starts).clamp(max=TILE_ROWS)

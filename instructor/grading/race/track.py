@@ -190,13 +190,7 @@ class Track:
 
 
 def expect_right(shape: Shape, rows: torch.Tensor, right: torch.Tensor) -> None:
-    """Raise Refused unless rows of a call's output are right.
-
-    Args:
-        shape: what was computed.
-        rows: (rows, D) of the output, in float64.
-        right: what they should be.
-    """
+    """Raise Refused unless rows of a call's output, (rows, D) in float64, are what they should be."""
     unwritten = int((~rows.isfinite()).any(-1).sum())
     if unwritten:
         raise Refused(

@@ -177,10 +177,6 @@ def calibrate(built: Built, limits: walls.Limits | None = None) -> SubmissionRes
 
     `GradingError` names the ones that do not. The result is kept in `build/grading`, and holds until something changes
     that decides a grade (`fingerprint`).
-
-    Args:
-        built: the lab.
-        limits: what a submission may use.
     """
     limits = limits or walls.Limits()
     if (path := calibration_path(built, limits)).is_file():
@@ -235,15 +231,7 @@ def grade_notebook(
     student: str = "student",
     limits: walls.Limits | None = None,
 ) -> SubmissionResult:
-    """Grade one submission, isolated.
-
-    Args:
-        built: the lab.
-        notebook: the submission, as text or as the bytes of its file.
-        timeout: seconds that one cell, or the tests of one question, may take.
-        student: who handed it in.
-        limits: what the submission may use.
-    """
+    """Grade one submission, isolated; `timeout` is in seconds for one cell, and for the tests of one question."""
     limits = limits or walls.Limits()
     calibration = calibrate(built, limits)
     data = notebook.encode("utf-8", errors="surrogatepass") if isinstance(notebook, str) else notebook
