@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from instructor.checks.common import draw_for
-from instructor.grading.submission.beside import put_behind_walls
 from instructor.grading.submission.exceptions import explain
+from instructor.grading.submission.library import put_behind_walls
 from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
 from instructor.grading.submission.plan import Step, Unreadable, make_plan, not_graded, python_of, question_title
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
@@ -229,7 +229,7 @@ class Checker:
     def _test_at_distance(self, remote: Remote, step: Step) -> tuple[str, str, str]:
         """Run a check in this process, on proxies of the student's functions."""
         names = {**self.base, "__name__": "__main__"}
-        names.update(remote.get(step.needs.names))
+        names.update(remote.values(step.needs.names, new=True))
         for name in step.needs.files:  # answers that are files
             Path(self.folder, Path(name).name).unlink(missing_ok=True)  # another question's test may have left one
             remote.fetch(name)

@@ -49,9 +49,6 @@ class Needs(NamedTuple):
     files: list[str]  # files that come from the student
 
 
-NO_NEEDS = Needs([], [])
-
-
 @dataclass
 class Step:
     """One code cell of the merged notebook, or one that a person grades."""
@@ -66,7 +63,7 @@ class Step:
     by_hand: bool = False
     untouched: bool = False
     submitted: list = field(default_factory=list)  # skipped: the outputs that came with the submission
-    needs: Needs = NO_NEEDS  # of tests
+    needs: Needs = field(default_factory=lambda: Needs([], []))  # of tests
 
 
 @dataclass

@@ -168,13 +168,10 @@ class Remote:
                 tensor.copy_(tensor == 0)
             self.versions[key] = tensor._version
 
-    def get(self, names: list[str]) -> dict:
-        """The student's values of these names, functions and objects as proxies; a new question begins."""
-        self.forget()
-        return self.values(names, True)
-
     def values(self, names: list[str], new: bool = False) -> dict:
-        """The student's values of these names, functions and objects as proxies."""
+        """The student's values of these names, functions and objects as proxies; `new` begins a question."""
+        if new:
+            self.forget()
         reply, blobs = self.ask({"op": "values", "names": names, "new": new})
         decode = self.decoder(blobs)
         with _reading():

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, _get_mod_type, create_block_mask, create_mask, flex_attention
 
 from instructor.build import ROOT
-from instructor.grading.submission.beside import RUNNERS, put_behind_walls
+from instructor.grading.submission.library import RUNNERS, put_behind_walls
 from instructor.grading.submission.conditions import update_watch
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.student import Student
@@ -49,7 +49,7 @@ def across():
         remote = Remote(Channel(ours))
         remote.within(300)  # of all calls of a test, also on a machine that has much else to do
         started.append((process, remote))
-        found = remote.get(list(functions))
+        found = remote.values(list(functions), new=True)
         return [found[name] for name in functions] + [remote]
 
     yield start
@@ -284,7 +284,7 @@ def test_a_forged_reply_under_vmap_ends_the_question_and_not_the_run(change):
     theirs.close()
     remote = Remote(Channel(ours))
     remote.within(20)
-    f = remote.get(["f"])["f"]
+    f = remote.values(["f"], new=True)["f"]
     began = time.monotonic()
     with pytest.raises(Gone) as gone:
         torch.vmap(f)(torch.ones(3))
