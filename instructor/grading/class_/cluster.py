@@ -120,16 +120,15 @@ def _suitable_workers(client, gpu: bool) -> dict[str, dict]:
 
 def _expect_workers(client, scheduler: str, built: Built, gpu: bool) -> None:
     """`GradingError` if a cluster's workers cannot grade this lab: Dask would wait for others without end."""
-    began = time.monotonic()
-    while not (workers := _suitable_workers(client, gpu)):
-        if time.monotonic() - began > ARRIVE:
-            others = len(_suitable_workers(client, False)) if gpu else 0
-            lack = f"none of the {others} workers at {scheduler} has the resource GPU" if others else ""
-            raise GradingError(
-                f"{lack or f'the scheduler at {scheduler} has no workers'}: start some with `dask worker {scheduler} --nworkers "
-                f"{'1' if gpu else '4'} --nthreads 1{' --resources GPU=1`, one for each GPU' if gpu else '`'}."
-            )
-        time.sleep(0.1)
+    with suppress(TimeoutError):
+        client.wait_for_workers(1, timeout=ARRIVE)
+    if not (workers := _suitable_workers(client, gpu)):
+        others = len(_suitable_workers(client, False))
+        lack = f"none of the {others} workers at {scheduler} has the resource GPU" if others else ""
+        raise GradingError(
+            f"{lack or f'the scheduler at {scheduler} has no workers'}: start some with `dask worker {scheduler} --nworkers "
+            f"{'1' if gpu else '4'} --nthreads 1{' --resources GPU=1`, one for each GPU' if gpu else '`'}."
+        )
     own = fingerprint(built)
     for name, answer in client.run(fingerprint, built, workers=list(workers), on_error="return").items():
         if (threads := workers[name]["nthreads"]) != 1:
@@ -187,12 +186,12 @@ def grade_class(
         course: where the gradebook and the folders are.
         built: the lab.
         submissions: what to grade.
-        jobs: worker processes here, if there is no scheduler.
+        jobs: workers here, if there is no scheduler.
         scheduler: the address of a Dask scheduler, `tcp://...`.
         timeout: seconds that a cell may take.
         limits: what a submission may use.
         again: grade also what was graded before from the same files.
-        progress: is called with (student, done, total) after each submission.
+        progress: called after each submission.
     """
     began, limits = time.perf_counter(), limits or Limits()
     run = ClassRun(course, built, timeout, limits, progress, len(submissions))

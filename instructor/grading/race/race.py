@@ -23,12 +23,7 @@ PAIRS = 15  # timed pairs (one call of the reference, one of the entry) of a sha
 
 
 class Race:
-    """Runs entries on a track, and replaces a track that a kernel took with it.
-
-    Args:
-        reference: the text of the reference's file, such as the lab's model answer.
-        pairs: timed pairs of each shape and state of the L2.
-    """
+    """Runs entries beside a reference's file on a track, and replaces a track that a kernel took with it."""
 
     def __init__(self, reference: str, pairs: int = PAIRS) -> None:
         if not (support := device.gluon_support()):

@@ -98,20 +98,11 @@ def _make_read_only(target: str) -> None:
     _expect_zero(result, f"mount_setattr {target}")
 
 
-def _uncovering_folder(needed: list[str]) -> str:
-    """A folder over which a mount can go without hiding any of the paths that are needed."""
-    for folder in ("/tmp", "/mnt", "/media", "/srv", "/opt", "/home", "/var"):
-        if os.path.isdir(folder) and not any(path == folder or path.startswith(folder + "/") for path in needed):
-            return folder
-    raise OSError("no folder is free to build a root in: the environment is below each of /tmp, /mnt and /srv")
-
-
-def build_root(limits: Limits, walls: dict[str, str]) -> None:
-    """Make a root folder with only what a submission may see, read-only except for its scratch folder, and enter it."""
+def build_root(root: str, limits: Limits, walls: dict[str, str]) -> None:
+    """Make a root in an empty folder with only what a submission may see, read-only but for its scratch folder, and enter it."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     assets = str(ROOT / "assets")  # also in the scratch folder, where students have it
     visible = [*visible_paths(), str(ROOT / "utils"), assets]
-    root = _uncovering_folder([*visible, os.getcwd()])
     _mount("root", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=4m,mode=755")
     # First, since a visible path may be below /tmp.
     for folder, size in ((SCRATCH, limits.scratch_mb), ("/tmp", limits.scratch_mb), ("/out", limits.output_mb)):
@@ -248,9 +239,7 @@ def _number(name: str) -> int:
 def filter_calls(walls: dict[str, str], gpu: bool = False) -> None:
     """Refuse system calls that no lab needs, and internet sockets, which a network namespace only leaves useless.
 
-    Args:
-        walls: wall -> what it stands by; this function adds to it.
-        gpu: allow the memory without a name that CUDA's driver asks for.
+    With `gpu` memory without a name is allowed, since CUDA's driver asks for it.
     """
     if platform.machine() not in _ARCHITECTURES:
         walls["system calls"] = f"none ({platform.machine()} is not known)"

@@ -40,10 +40,7 @@ _WHY_GONE = {
 class Checker:
     """Grades one submission.
 
-    Args:
-        job: the lab's notebooks, the submission and the limits.
-        base: the notebook's names after the setup.
-        start: starts a student's process; with `clean=True` one that gets no cell of theirs.
+    `base` has the notebook's names after the setup; `start` starts a student's process, with `clean=True` one for no cell of theirs.
     """
 
     def __init__(self, job: Job, base: dict, start: Callable[..., Remote]):

@@ -25,7 +25,7 @@ class Enclosure:
 
     control: int  # descriptor of the channel to the checker
     report: int  # descriptor of the pipe that tells the warden which walls stand
-    folder: str  # where it works if it cannot have a root of its own
+    folder: str  # an empty one: its root is built there, or it works there if it cannot have one
     warm: Warm
     clean: bool = False  # for a file's text, in place of the notebook's cells: it has no use for the setup's names
     walls: dict[str, str] = field(default_factory=dict)  # wall -> what it stands by, or "none" and why
@@ -83,7 +83,7 @@ class Enclosure:
         """Enter a root folder that holds only what a submission may see; without one, work in a private folder."""
         if self.own_root:
             try:
-                walls.build_root(self.warm.options.limits, self.walls)
+                walls.build_root(self.folder, self.warm.options.limits, self.walls)
             except OSError as error:
                 self.walls["files"] = f"none ({error})"
                 self.own_root = False

@@ -136,12 +136,7 @@ def _squeezed(source: str) -> str:
 
 
 def make_plan(built: Built, submission: str | bytes) -> Plan:
-    """Merge a submission with the notebooks of its lab.
-
-    Args:
-        built: the lab.
-        submission: what a student handed in; `Unreadable` if it is no notebook.
-    """
+    """Merge a submission with the notebooks of its lab; `Unreadable` if it is no notebook."""
     original, released = read_built(built.instructor).cells, read_built(built.student)
     lab = _Lab(original, {cell.id: cell for cell in released.cells})
     merged = _merge(read_notebook(submission), lab)
@@ -268,11 +263,7 @@ def _chosen(cell: dict, known: NotebookNode, released: dict):
 def _step_of(cell: dict, known: NotebookNode | None, node: NotebookNode, lab: _Lab) -> Step | None:
     """What to do with a merged cell; None for prose that nobody grades.
 
-    Args:
-        cell: the cell that was chosen, with the outputs that came along.
-        known: the lab's cell that it is, or None.
-        node: the cell in the merged notebook.
-        lab: the lab's cells.
+    `cell` was chosen, with the outputs that came along; `known` is the lab's cell that it is; `node` is in the merged notebook.
     """
     metadata = known.metadata.get("nbgrader", {}) if known is not None else {}
     grade, solution = bool(metadata.get("grade")), bool(metadata.get("solution"))

@@ -54,13 +54,7 @@ class CannotTravel(BaseException):
 
 
 class Remote:
-    """A student's process, as a checker uses it.
-
-    Args:
-        channel: to the process.
-        walls: wall -> what it stands by.
-        end: ends the process.
-    """
+    """A student's process, as a checker uses it; `walls` says what each wall stands by, and `end` ends the process."""
 
     def __init__(self, channel: Channel, walls: dict[str, str] | None = None, end: Callable = lambda: None):
         self.channel, self.walls, self.end, self.number = channel, walls or {}, end, 0

@@ -73,13 +73,7 @@ def serve(descriptor: int) -> None:
 
 
 def _grade(descriptor: int, warm: Warm, warden: socket.socket) -> None:
-    """Run the checker's process, from fork to end.
-
-    Args:
-        descriptor: of the channel to the worker.
-        warm: what the warm process has.
-        warden: the socket to the warm process, which starts students' processes.
-    """
+    """Run the checker's process, from fork to end; `descriptor` is that of the channel to the worker."""
     try:
         faulthandler.enable()
         walls.first_to_go()  # a checker that a submission made large ends before anybody else does
@@ -124,13 +118,9 @@ START, CLEAN, KILL = b"s", b"c", b"k"
 
 
 def _be_warden(sock: socket.socket, warm: Warm, checker_process: int, worker: int) -> None:
-    """Start and end students' processes until the checker that asks has ended; this process runs no code of theirs.
+    """Start and end students' processes until the checker that asks by `sock` has ended; this process runs no code of theirs.
 
-    Args:
-        sock: the socket to the checker.
-        warm: what the students' processes inherit.
-        checker_process: the checker, which is ended when the worker closes its channel.
-        worker: descriptor of that channel.
+    When the worker closes its channel, whose descriptor is `worker`, the checker is ended.
     """
     folders: dict[int, str] = {}
     watch = select.poll()
