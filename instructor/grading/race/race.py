@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
-import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import cast
 
 from instructor.build import Built
 from instructor.course import answered_notebook
+from instructor.grading.race import track
 from instructor.grading.race.compiling import Kernel, Refused, compile_text
 from instructor.grading.race.problem import CELL, FILE
-from instructor.grading.race.track import CALL_SECONDS, Result, serve
+from instructor.grading.race.track import Result
 from instructor.grading.submission.plan import Unreadable, make_plan
 from utils.machine import device
 
@@ -29,7 +30,7 @@ class Race:
         if not (support := device.gluon_support()):
             raise Refused(f"a race needs a Hopper GPU: {support.reason}")
         self.pairs, self.reference = pairs, compile_text(reference)
-        self.process: multiprocessing.process.BaseProcess | None = None
+        self.pool: ProcessPoolExecutor | None = None  # of the track's process
 
     def prepare_all(self, entries: dict[str, str | Refused]) -> dict[str, Kernel | Refused]:
         """Compile all entries, {student: text of the file}, several at once; a refusal stands in the place of what it refuses."""
@@ -51,37 +52,31 @@ class Race:
 
     def on_track(self, kernel: Kernel) -> Result:
         """Run a kernel in the track's process."""
-        process = self.process = self.process or self._start()
+        pool = self.pool = self.pool or self._start()
         try:
-            self.pipe.send(kernel)
-            result, alive = self.pipe.recv()
-        except (EOFError, OSError):
-            process.join()
-            endless = f"the kernel did not end within {CALL_SECONDS} s: does something wait for itself?"
-            ended = f"the process that ran the kernel has ended with {process.exitcode}."
-            result, alive = Result(refused=endless if process.exitcode == -signal.SIGALRM else ended), False
-        if not alive:
-            self.close()
-        return result
+            return pool.submit(track.run, kernel, self.pairs).result()
+        except BrokenProcessPool:
+            why = (
+                f"its process has ended: does the kernel fail, or wait for itself for more than {track.CALL_SECONDS} s?"
+            )
+        except Exception as error:  # of CUDA, and its context does not go on
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        self.close()
+        return Result(refused=why)
 
-    def _start(self) -> multiprocessing.process.BaseProcess:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, self.reference, self.pairs), daemon=True)
-        process.start()
-        theirs.close()
+    def _start(self) -> ProcessPoolExecutor:
+        pool = ProcessPoolExecutor(1, get_context("spawn"), track.start, (self.reference,))
         try:
-            self.pipe.recv()
-        except EOFError:
+            pool.submit(len, ()).result()  # after the start of its process
+        except BrokenProcessPool:
             raise Refused("the reference does not run on this machine; what was printed says why.") from None
-        return process
+        return pool
 
     def close(self) -> None:
         """End the track; the next entry gets another one."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-            self.process = None
+        if self.pool is not None:
+            self.pool.shutdown()
+            self.pool = None
 
 
 # ---- entries -----------------------------------------------------------------------------------------------------------

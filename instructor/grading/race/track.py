@@ -206,16 +206,18 @@ def expect_right(shape: Shape, rows: torch.Tensor, right: torch.Tensor) -> None:
         )
 
 
-def serve(pipe, reference: Kernel, pairs: int) -> None:
-    """Be the track's process: run each kernel that comes, until one breaks the CUDA context."""
+# ---- the process -------------------------------------------------------------------------------------------------------
+
+_track: list[Track] = []
+
+
+def start(reference: Kernel) -> None:
+    """Make this process the track's."""
     die_with_parent()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing that a kernel prints reaches a terminal
-    track = Track(reference)
-    pipe.send("ready")
-    while True:
-        kernel = pipe.recv()
-        try:
-            pipe.send((track.run(kernel, pairs), True))
-        except Exception as error:
-            words = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-            return pipe.send((Result(refused=words), False))
+    _track.append(Track(reference))
+
+
+def run(kernel: Kernel, pairs: int) -> Result:
+    """Let an entry run on this process's track."""
+    return _track[0].run(kernel, pairs)

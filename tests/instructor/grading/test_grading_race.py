@@ -127,20 +127,22 @@ def test_a_race(monkeypatch):
     assert [(row["place"], row["student"]) for row in table(results)][:2] == [(1, "ada"), ("", "ben")]
 
 
-def _end(pipe, reference, number):
-    """What a track may do that a kernel takes along."""
-    pipe.send("ready")
-    signal.raise_signal(number) if number else os._exit(3)
+def _end(kernel, number):
+    """What a kernel may do to its process."""
+    return os._exit(3) if number == 3 else signal.raise_signal(number) if number else [][1]
 
 
-@pytest.mark.parametrize(("number", "words"), [(0, "ended with 3"), (signal.SIGALRM, "did not end within")])
+@pytest.mark.parametrize(
+    ("number", "words"), [(3, "has ended"), (signal.SIGALRM, "wait for itself"), (0, "IndexError")]
+)
 def test_a_track_that_has_ended_says_so_and_the_next_entry_gets_another(monkeypatch, number, words):
-    monkeypatch.setattr(racing, "serve", _end)
+    monkeypatch.setattr(track_module, "start", print)
+    monkeypatch.setattr(track_module, "run", _end)
     monkeypatch.setattr(racing, "compile_text", lambda text: KERNEL)
     monkeypatch.setattr(racing.device, "gluon_support", lambda: True)
     race = Race(MODEL, number)
     for _ in range(2):
-        assert words in race.run("ada", KERNEL).refused and race.process is None
+        assert words in race.run("ada", KERNEL).refused and race.pool is None
 
 
 def test_a_reference_that_does_not_run_ends_the_race(monkeypatch):

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, _get_mod_type, create_block_mask, create_mask, flex_attention
 
 from instructor.build import ROOT
-from instructor.grading.submission.library import RUNNERS, put_behind_walls
 from instructor.grading.submission.conditions import update_watch
+from instructor.grading.submission.library import RUNNERS, put_behind_walls
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.student import Student
 from instructor.grading.wire.block_masks import rebuild_block_mask
