@@ -144,25 +144,19 @@ def _expect_workers(client, scheduler: str, built: Built, gpu: bool) -> None:
 
 def _in_order_of_end(client, futures: Iterable, gpu: bool) -> Iterator:
     """Yield futures as they end; `GradingError` if there was no suitable worker for `ABSENT` seconds."""
-    from queue import Empty, SimpleQueue
-
     kept = "What was graded is in the gradebook: start it, and run the same command again to go on."
-    ended: SimpleQueue = SimpleQueue()
-    for future in futures:
-        future.add_done_callback(ended.put)
-    last_seen = time.monotonic()
-    for _ in futures:
-        future = None
-        while future is None:
-            with suppress(Empty):
-                future = ended.get(timeout=min(5.0, ABSENT))
-            if future is not None or _suitable_workers(client, gpu):
-                last_seen = time.monotonic()
-            elif time.monotonic() - last_seen > ABSENT:
-                raise GradingError(f"there is no worker since {ABSENT:.0f} s. {kept}")
-        if future.cancelled():  # Dask cancels futures when a connection is lost, and nothing else does
+    waiting, last_seen = set(futures), time.monotonic()
+    while waiting:
+        ended = {future for future in waiting if future.status != "pending"}
+        if any(future.cancelled() for future in ended):  # Dask does, when a connection is lost, and nothing else
             raise GradingError(f"the connection to the scheduler is lost. {kept}")
-        yield future
+        yield from ended
+        waiting -= ended
+        if ended or _suitable_workers(client, gpu):
+            last_seen = time.monotonic()
+        elif time.monotonic() - last_seen > ABSENT:
+            raise GradingError(f"there is no worker since {ABSENT:.0f} s. {kept}")
+        time.sleep(0.2)
 
 
 # ---- a class -----------------------------------------------------------------------------------------------------
