@@ -58,11 +58,8 @@ def release(
         path = release_solutions(_build(lab), target)
         typer.echo(f"{path}: answers and explanations; no hidden test and no marking scheme in it")
         return
-    bundle = make_bundle(_build(lab), target)
-    size = f"{bundle.path}: {bundle.files} files, {bundle.path.stat().st_size / 1e6:.1f} MB"
-    typer.echo(f"{size}; no secret line in any of them{', but for' if bundle.shared else ''}")
-    for leak, why in bundle.shared:
-        typer.echo(f"  {leak}: {why}")
+    path, files = make_bundle(_build(lab), target)
+    typer.echo(f"{path}: {files} files, {path.stat().st_size / 1e6:.1f} MB; no secret line in any of them")
 
 
 @app.command()

@@ -35,14 +35,7 @@ summary { display: list-item; cursor: pointer; }
 
 
 def finished_page(page: str, lab: str, student: Student, titles: dict[str, str]) -> str:
-    """Return nbgrader's page with questions by name, points as they stand, wrapped lines, and the lab's pictures.
-
-    Args:
-        page: as nbgrader wrote it.
-        lab: the lab's name.
-        student: the points, and the questions that wait for a person.
-        titles: question -> its title in the lab; a question without one goes by its number.
-    """
+    """Return nbgrader's page with questions by their titles or else numbers, points as they stand, wrapped lines, and pictures."""
     first_cells: dict[str, str] = {}
     found = _LIST.search(page)
     for cell in _ENTRY.findall(found[0]) if found else ():

@@ -201,7 +201,7 @@ class Checker:
             return
         try:
             self.remote.within(self._left())
-            full = bool(self.remote.ask({"op": "room"})[0].get("exhausted"))
+            full = bool(self.remote.ask({"op": "run", "source": ""})[0].get("exhausted"))
         except Gone:
             full = True
         if full:

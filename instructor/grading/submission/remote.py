@@ -254,7 +254,11 @@ class Remote:
                 raise _mark_as_students(RuntimeError(TOO_MANY))
             for watch, text in zip(watches, reply["seen"], strict=True):
                 update_watch(watch, text)
-            return self._conclude(reply, decode)
+            if reply["op"] == "raised":
+                raise _mark_as_students(error_with_lines(reply["error"]))
+            if reply["op"] != "result":
+                raise WireError("a reply that is neither a result nor an exception")
+            return decode(reply["value"])
 
     def fetch(self, name: str) -> None:
         """Bring a file of the student's process into this one's folder, as data, if there is one."""
@@ -275,14 +279,6 @@ class Remote:
         if isinstance(reply.get("shown"), str):
             self.shown.append(reply["shown"][:20_000])
         return decode
-
-    def _conclude(self, reply: dict, decode: Decoder):
-        """The result of a call; or raise what the call raised."""
-        if reply["op"] == "raised":
-            raise _mark_as_students(error_with_lines(reply["error"]))
-        if reply["op"] != "result":
-            raise WireError("a reply that is neither a result nor an exception")
-        return decode(reply["value"])
 
     def _serve(self, message: dict, blobs: list) -> None:
         """Answer the student's code, which called a function of the check or took the next item of its iterator."""

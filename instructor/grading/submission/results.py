@@ -52,13 +52,10 @@ class SubmissionResult:
 
     @classmethod
     def from_json(cls, fields: dict) -> SubmissionResult:
-        """Rebuild a result; `GradingError` if it is not well formed."""
-        try:
-            cells = {name: CellResult(**cell) for name, cell in fields["cells"].items()}
-            flags = tuple(Flag(**flag) for flag in fields["flags"])
-            return cls(**{**fields, "cells": cells, "flags": flags})
-        except (KeyError, TypeError, AttributeError) as error:  # of another version of this package
-            raise GradingError(f"a result is not well formed: {error}") from None
+        """Rebuild a result; a KeyError, TypeError or AttributeError if it is of another version of this package."""
+        cells = {name: CellResult(**cell) for name, cell in fields["cells"].items()}
+        flags = tuple(Flag(**flag) for flag in fields["flags"])
+        return cls(**{**fields, "cells": cells, "flags": flags})
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Student:
     # ---- cells -----------------------------------------------------------------------------------------------
 
     def do_run(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Run a cell as Jupyter does."""
+        """Run a cell as Jupyter does, and say which resource the submission has nearly used up."""
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
         try:
@@ -153,10 +153,6 @@ class Student:
                 except WireError:
                     values[name] = self._handle(value)
         return {"op": "values", "values": values}, encode.blobs
-
-    def do_room(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Say which resource the submission's calls have nearly used up."""
-        return {"op": "room", "exhausted": exhausted_resource(self.folders, self.memory)}, []
 
     def do_replace(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Give names in the notebook other values, as a check asks."""
@@ -302,8 +298,7 @@ class Student:
     def _written(self, during: bool = False) -> list[int]:
         """The numbers of the checker's tensors that were written to here, moved to other memory or seen as another shape.
 
-        Args:
-            during: the call goes on. To read a GPU's memory is a copy, which a profiler of the student's would count: those wait for the end.
+        To read a GPU's memory is a copy, which a profiler of the student's would count: `during` a call those wait for its end.
         """
         profiled = during and torch.autograd._profiler_enabled()
         written = []
@@ -328,12 +323,7 @@ def memory_left() -> float:
 
 
 def exhausted_resource(folders: tuple[str, ...], memory: float) -> str:
-    """Say which resource (memory, threads, disk) the submission has nearly used up; an empty text if none.
-
-    Args:
-        folders: those that a submission may fill.
-        memory: bytes that were left before the first cell.
-    """
+    """Say which resource (memory, threads, disk) is nearly used up; "" if none. `memory` bytes were left before the first cell."""
     if memory_left() < 0.1 * memory < math.inf:
         return "its variables and threads hold nearly all the memory"
     threads = len(os.listdir("/proc/self/task"))

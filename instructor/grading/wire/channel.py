@@ -44,12 +44,9 @@ class Channel:
         if len(header) > MAX_HEADER or total > MAX_BLOBS:
             raise WireError(f"a message of {len(header) + total:,} bytes is too large")
         for part in (struct.pack("<QQ", len(header), total) + header, *blobs):
-            self._write(part, deadline)
-
-    def _write(self, data, deadline: float | None) -> None:
-        view = memoryview(data)
-        while len(view):
-            view = view[self._try(self.sock.send, view[: 1 << 18], deadline) :]
+            view = memoryview(part)
+            while len(view):
+                view = view[self._try(self.sock.send, view[: 1 << 18], deadline) :]
 
     def _try(self, operation: Callable, argument, deadline: float | None):
         """What an operation on the socket returns before the deadline."""

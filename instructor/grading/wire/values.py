@@ -7,7 +7,6 @@ all. The other direction is in `pickles`.
 
 from __future__ import annotations
 
-import collections
 import fractions
 import math
 from collections.abc import Callable
@@ -83,7 +82,7 @@ class Encoder:
         if kind in (*CONTAINERS.values(), frozenset):
             name = next((name for name, known in CONTAINERS.items() if known is kind), "set")
             return ["items", name, [self(item, depth + 1) for item in value]]
-        if kind in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
+        if kind is dict:
             return ["dict", [[self(k, depth + 1), self(v, depth + 1)] for k, v in value.items()]]
         if kind is fractions.Fraction:
             return ["fraction", self(value.numerator, depth + 1), self(value.denominator, depth + 1)]

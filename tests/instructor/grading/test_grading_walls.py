@@ -256,7 +256,7 @@ def test_a_result_survives_its_form_as_json():
     good = SubmissionResult("ada", "lab1", {"q1_1_tests": CellResult(1.0, "passed", "")}, (), {}, "{}")
     said = json.loads(json.dumps(dataclasses.asdict(good)))
     assert SubmissionResult.from_json(said) == good
-    with pytest.raises(GradingError, match="not well formed"):
+    with pytest.raises(TypeError):
         SubmissionResult.from_json({**said, "of an older version": 1})
 
 
