@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from instructor.build import Built
@@ -120,15 +120,16 @@ def _suitable_workers(client, gpu: bool) -> dict[str, dict]:
 
 def _expect_workers(client, scheduler: str, built: Built, gpu: bool) -> None:
     """`GradingError` if a cluster's workers cannot grade this lab: Dask would wait for others without end."""
-    with suppress(TimeoutError):
-        client.wait_for_workers(1, timeout=ARRIVE)
-    if not (workers := _suitable_workers(client, gpu)):
-        others = len(_suitable_workers(client, False))
-        lack = f"none of the {others} workers at {scheduler} has the resource GPU" if others else ""
-        raise GradingError(
-            f"{lack or f'the scheduler at {scheduler} has no workers'}: start some with `dask worker {scheduler} --nworkers "
-            f"{'1' if gpu else '4'} --nthreads 1{' --resources GPU=1`, one for each GPU' if gpu else '`'}."
-        )
+    began = time.monotonic()
+    while not (workers := _suitable_workers(client, gpu)):
+        if time.monotonic() - began > ARRIVE:
+            others = len(_suitable_workers(client, False))
+            lack = f"none of the {others} workers at {scheduler} has the resource GPU" if others else ""
+            raise GradingError(
+                f"{lack or f'the scheduler at {scheduler} has no workers'}: start some with `dask worker {scheduler} --nworkers "
+                f"{'1' if gpu else '4'} --nthreads 1{' --resources GPU=1`, one for each GPU' if gpu else '`'}."
+            )
+        time.sleep(0.1)
     own = fingerprint(built)
     for name, answer in client.run(fingerprint, built, workers=list(workers), on_error="return").items():
         if (threads := workers[name]["nthreads"]) != 1:
@@ -235,7 +236,7 @@ class ClassRun:
             else:
                 self.graded.append(record)
                 self.resumed.append(student)
-        gradebook.merge(self.course, self.graded)  # which may not have them after an interruption
+        gradebook.merge(self.course, self.graded)  # which may be another one than before
         if self.resumed:
             self.progress(self.resumed[-1], len(self.graded), self.total)
 
@@ -268,7 +269,7 @@ class ClassRun:
             self.failed[student] = why
             self.graded.append(not_graded(self.built, student, "not graded", why))
         else:
+            gradebook.merge(self.course, [result])  # first: what has a record counts as graded
             gradebook.save_record(self.course, result, self.waiting[student][1])
-            gradebook.merge(self.course, [result])
             self.graded.append(result)
         self.progress(student, len(self.graded), self.total)
