@@ -147,8 +147,9 @@ def race(lab: Lab = "lab3_gluon", course_folder: CourseFolder = Path("course")) 
         results = racing.race_class(
             one, entries, lambda r: typer.echo(f"{for_terminal(r.student)} {'refused' if r.refused else 'done'}")
         )
-    for line in racing.lines_of(results):
+    rows, lines = racing.table(results)
+    for line in lines:
         typer.echo(for_terminal(line))
     path = course_folder / "grading" / "lab3_gluon" / "race.csv"
-    write_whole(path, as_csv(racing.table(results)))
+    write_whole(path, as_csv(rows))
     typer.echo(str(path))

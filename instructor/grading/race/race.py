@@ -119,42 +119,32 @@ def in_order(results: list[Result]) -> list[Result]:
     return sorted(results, key=lambda r: (bool(r.refused), -r.times[0].ratio if r.times else 0.0, r.student))
 
 
-def table(results: list[Result]) -> list[dict[str, object]]:
-    """Return the rows of the class's table, for results in order.
+def table(results: list[Result]) -> tuple[list[dict[str, object]], list[str]]:
+    """Return the rows of the class's table, and lines to print with the first shape alone, for results in order.
 
     A place is shared with everybody before whose interval reaches into the own one: a difference that the measurement
     cannot see decides nothing.
     """
-    rows: list[dict[str, object]] = []
+    rows, lines = [], []
     place, lowest = 0, 0.0
     for number, result in enumerate(results, 1):
         row: dict[str, object] = {"place": "", "student": result.student}
-        if not result.refused:
-            low, high = result.times[0].interval
+        if result.refused:
+            lines.append(f"   -  {result.student}: does not count: {result.refused}")
+        else:
+            first = result.times[0]
+            low, high = first.interval
             if place == 0 or high < lowest:
                 place, lowest = number, low
             row["place"] = place
+            lines.append(
+                f"{place:>4}  {result.student}: {first.ratio:.3f} times the reference [{low:.3f}, {high:.3f}], "
+                f"{first.tflops:.0f} TFLOP/s ({first.shape}, {first.l2} L2; {result.calls} calls compared)"
+            )
         for time_ in result.times:
             key = f"{time_.shape}, {time_.l2}"
             low, high = time_.interval
             row |= {f"{key}: times the reference": round(time_.ratio, 4), f"{key}: from": round(low, 4)}
             row |= {f"{key}: to": round(high, 4), f"{key}: TFLOP/s": round(time_.tflops, 1)}
-        row |= {"calls compared": result.calls, "refused": result.refused}
-        rows.append(row)
-    return rows
-
-
-def lines_of(results: list[Result]) -> list[str]:
-    """Return the table of results in order as lines to print: the first shape, the fastest first."""
-    lines = []
-    for row, result in zip(table(results), results, strict=True):
-        if result.refused:
-            lines.append(f"   -  {result.student}: does not count: {result.refused}")
-            continue
-        first = result.times[0]
-        low, high = first.interval
-        lines.append(
-            f"{row['place']:>4}  {result.student}: {first.ratio:.3f} times the reference [{low:.3f}, {high:.3f}], "
-            f"{first.tflops:.0f} TFLOP/s ({first.shape}, {first.l2} L2; {result.calls} calls compared)"
-        )
-    return lines
+        rows.append(row | {"calls compared": result.calls, "refused": result.refused})
+    return rows, lines

@@ -88,8 +88,6 @@ class Encoder:
             return ["fraction", self(value.numerator, depth + 1), self(value.denominator, depth + 1)]
         if kind is torch.dtype:
             return ["dtype", str(value).removeprefix("torch.")]
-        if kind is torch.device:
-            return ["device", str(value)]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
@@ -213,9 +211,6 @@ class Decoder:
 
     def _read_dtype(self, depth, name):
         return DTYPES[name]
-
-    def _read_device(self, depth, name):
-        return torch.device(_exactly(name, str))
 
     def _read_numpy(self, depth, dtype, shape, scalar, index):
         kind = np.dtype(_exactly(dtype, str))
