@@ -99,15 +99,16 @@ def _ask_for_student(warden: socket.socket, clean: bool = False) -> Remote:
     ours, theirs = socket.socketpair()
     socket.send_fds(warden, [CLEAN if clean else START], [theirs.fileno()])
     theirs.close()
-    answer = Channel(warden).receive()[0]
-    if "all" in answer["walls"]:  # no fault of the submission
-        raise RuntimeError(f"a student's process could not be started: {answer['walls']['all']}")
+    process, channel = Channel(warden).receive()[0]["process"], Channel(ours)
 
     def end() -> None:
-        socket.send_fds(warden, [KILL + struct.pack("<I", answer["process"])], [])
+        socket.send_fds(warden, [KILL + struct.pack("<I", process)], [])
         Channel(warden).receive()
 
-    return Remote(Channel(ours), answer["walls"], end)
+    raised = channel.receive()[0]["walls"]
+    if "all" in raised:  # no fault of the submission
+        raise RuntimeError(f"a student's process could not be started: {raised['all']}")
+    return Remote(channel, raised, end)
 
 
 # ---- the warden --------------------------------------------------------------------------------------------------
@@ -144,19 +145,16 @@ def _be_warden(sock: socket.socket, warm: Warm, checker_process: int, worker: in
                 _kill(process, folders.pop(process, ""))
                 Channel(sock).send({"op": "ended"})
                 continue
-            report, write = os.pipe()
             folder = tempfile.mkdtemp(prefix="scratch-")
             process = os.fork()
             if process == 0:
-                os.close(report)
                 sock.close()
-                Enclosure(descriptors[0], write, folder, warm, clean=request[:1] == CLEAN).run()
-            for descriptor in (*descriptors, write):
+                channel = Channel(socket.socket(fileno=descriptors[0]))
+                Enclosure(channel, folder, warm, clean=request[:1] == CLEAN).run()
+            for descriptor in descriptors:
                 os.close(descriptor)
             folders[process] = folder
-            with os.fdopen(report, "rb") as pipe:
-                text = pipe.read(65536)
-            Channel(sock).send({"process": process, "walls": json.loads(text) if text else {"all": "none"}})
+            Channel(sock).send({"process": process})
     except (Closed, OSError):
         pass
     finally:
