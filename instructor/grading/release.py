@@ -176,14 +176,10 @@ def _texts(name: str, data: bytes):
 def _strings(value):
     if isinstance(value, str):
         yield value
-    elif isinstance(value, list):
-        # A notebook keeps a cell as a list of lines.
-        if value and all(isinstance(item, str) for item in value):
-            yield "".join(value)
-        for item in value:
-            yield from _strings(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+        yield from ("".join(value), "\n".join(value))  # a notebook keeps a cell as a list of lines
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _strings(item)
 
 

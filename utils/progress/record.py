@@ -199,7 +199,7 @@ def summary(found: Sequence[Part]) -> str:
     return text + "."
 
 
-def notebook_client(notebook: Any, folder: Path, timeout: int, **hooks: Callable) -> Any:
+def notebook_client(notebook: Any, folder: Path, timeout: int, **hooks: Any) -> Any:
     """Return what runs a notebook in a folder without a browser, also the cells after one that fails; hooks are nbclient's."""
     import zmq
     from nbclient import NotebookClient

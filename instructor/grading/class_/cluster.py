@@ -177,16 +177,8 @@ def grade_class(
 ) -> ClassRun:
     """Grade submissions and merge the results into the course's gradebook.
 
-    Args:
-        course: where the gradebook and the folders are.
-        built: the lab.
-        submissions: what to grade.
-        jobs: workers here, if there is no scheduler.
-        scheduler: the address of a Dask scheduler, `tcp://...`.
-        timeout: seconds that a cell may take.
-        limits: what a submission may use.
-        again: grade also what was graded before from the same files.
-        progress: called after each submission.
+    `jobs` workers grade here, or those of a Dask scheduler at `tcp://...`; a cell may take `timeout` seconds; `again` is for
+    what was graded before from the same files, too; `progress` is called after each submission.
     """
     began, limits = time.perf_counter(), limits or Limits()
     run = ClassRun(course, built, timeout, limits, progress, len(submissions))

@@ -28,8 +28,6 @@ from utils.kernels import offline
 
 COMPILE_SECONDS = 90.0
 MEMORY_GB = 32  # of addresses; torch's libraries for CUDA take some
-MAX_SHARED = 227 * 1024
-MAX_WARPS = 64  # of a block on Hopper
 # Instructions that reach memory by an address. The tensors of this kernel come as TMA descriptors, so it needs none.
 _BY_ADDRESS = re.compile(
     r"(LD|LDG|LDGSTS|ST|STG|STAS|ATOM|ATOMG|RED|REDG|REDAS|SULD|SUST|SUATOM|SURED|TEX|TLD|TLD4|CCTL|CCTLL|CCTLT|"
@@ -67,11 +65,7 @@ def signature(launch: Launch, constants: Collection[str] = ("STAGES",)) -> dict[
 
 
 def compile_text(source: str, shape: Shape = LONG) -> Kernel:
-    """Compile a student's file for a shape's block, slots and head dimension in a process of its own, and read what it became.
-
-    Raises:
-        Refused: the file is none of kernels, does not compile, or its machine code does what it may not.
-    """
+    """Compile a student's file for a shape's block, slots and head dimension in a process of its own, and read what it became."""
     with tempfile.TemporaryDirectory(prefix="race-") as folder:
         kept = ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "TRITON_PTXAS_PATH", "LANG", "PYTHONPATH")
         environment = {name: os.environ[name] for name in kept if name in os.environ}
@@ -106,15 +100,13 @@ def read_machine_code(facts: dict) -> Kernel:
             raise Refused("the kernel asks for memory of its own: descriptors may not be made in the kernel.")
     if facts["launch_pdl"] or facts["launch_cooperative_grid"] or facts["num_ctas"] != 1:
         raise Refused("the kernel asks for another kind of launch than the question's.")
-    name, shared, warps = str(facts["name"]), int(facts["shared"]), int(facts["num_warps"])
-    if not (re.fullmatch(r"\w+", name) and 0 <= shared <= MAX_SHARED and 0 < warps <= MAX_WARPS):
-        raise Refused(f"the kernel asks for {shared} bytes of shared memory and {warps} warps: more than an SM has.")
     cubin = bytes.fromhex(facts["cubin"])
     found = sorted({code for code in opcodes(cubin) if _BY_ADDRESS.fullmatch(code)})
     if found:
         words = "its tensors come as descriptors, and memory is reached through those alone"
         raise Refused(f"the kernel's machine code has {', '.join(found)}: {words}.")
-    return Kernel(name, shared, warps, cubin, facts["descriptors"], facts["ptx"])
+    numbers = int(facts["shared"]), int(facts["num_warps"])  # the driver refuses more than an SM has
+    return Kernel(str(facts["name"]), *numbers, cubin, facts["descriptors"], facts["ptx"])
 
 
 def opcodes(cubin: bytes) -> set[str]:

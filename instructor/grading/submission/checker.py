@@ -68,7 +68,8 @@ class Checker:
             self._prepare()
             for name, text in plan.files.items():
                 Path(self.folder, name).write_text(text, encoding="utf-8")
-            self._start_student()
+            self.remote = self.start()
+            self.walls = self.remote.walls
             stages = {"student": self._run, "tests": self._test, "skipped": self._show_as_submitted}
             for step in plan.steps:
                 if step.kind in stages:
@@ -99,11 +100,6 @@ class Checker:
 
     # ---- the student's process -------------------------------------------------------------------------------
 
-    def _start_student(self) -> None:
-        """Start a student's process in which no cell has run."""
-        self.remote = self.start()
-        self.walls = self.remote.walls
-
     def _stop_student(self) -> None:
         if self.remote is not None:
             self.remote.close()
@@ -116,7 +112,7 @@ class Checker:
             self._stop_student()
             if self.restarts > MAX_RESTARTS or time.monotonic() >= self.ends:
                 return
-            self._start_student()
+            self.remote = self.start()
             try:
                 for step in self.ran:
                     self._run_there(step)

@@ -18,14 +18,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from instructor.build import Built
-from instructor.grading.submission.harmless import (
-    MAX_ALL,
-    MAX_CELL,
-    harmless_attachments,
-    harmless_markdown,
-    shortened,
-    without_lost_pictures,
-)
+from instructor.grading.submission import harmless
 from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
 from instructor.grading.wire.channel import without_surrogates
 from instructor.names import FILE_CELL, bound_names, is_too_much, names_taken, python_of, used_names
@@ -143,21 +136,23 @@ def make_plan(built: Built, submission: str | bytes) -> Plan:
     notebook = nbformat.v4.new_notebook(metadata=released.metadata)
     notebook.nbformat_minor = 5
     steps: list[Step] = []
-    section, taken, room = "", set(), MAX_ALL
+    section, taken, room = "", set(), harmless.MAX_ALL
     for number, (cell, known) in enumerate(merged):
         name = f"{known.id}" if known is not None else f"extra-{number}"
         node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
         taken.add(node.id)
         step = _step_of(cell, known, node, lab)
         if not (known is not None and node.source in (known.source, lab.released[known.id].source)):
-            node.source = shortened(node.source, min(room, MAX_CELL), "# " if node.cell_type == "code" else "")
+            node.source = harmless.shortened(
+                node.source, min(room, harmless.MAX_CELL), "# " if node.cell_type == "code" else ""
+            )
             room = max(0, room - len(node.source))
         if node.cell_type != "code" and not (known is not None and node.source == known.source):
-            node.source = harmless_markdown(node.source)
-            pictures = harmless_attachments(cell.get("attachments"))
+            node.source = harmless.harmless_markdown(node.source)
+            pictures = harmless.harmless_attachments(cell.get("attachments"))
             if pictures:
                 node["attachments"] = pictures
-            node.source = without_lost_pictures(node.source, pictures)
+            node.source = harmless.without_lost_pictures(node.source, pictures)
         if known is not None:
             node.metadata.update(json.loads(json.dumps(lab.released[known.id].metadata)))
         notebook.cells.append(node)

@@ -20,14 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from instructor.grading.sandbox.walls import SCRATCH, address_space
-from instructor.grading.submission.conditions import (
-    MAX_SEEN,
-    describe_watch,
-    no_modes,
-    sdpa_backends,
-    set_conditions,
-    watch_of,
-)
+from instructor.grading.submission import conditions
 from instructor.grading.submission.exceptions import describe_error, nearest_error, words_of
 from instructor.grading.submission.outputs import Outputs, Stream
 from instructor.grading.wire import vmaps
@@ -162,7 +155,11 @@ class Student:
     def do_call(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Call an object of this side, under the watches and vmaps that the checker has on."""
         shown = self.outputs
-        with vmaps.leave_levels(), no_modes(), uncompiled_flex():  # a callback may ask in the middle of another call
+        with (
+            vmaps.leave_levels(),
+            conditions.no_modes(),
+            uncompiled_flex(),
+        ):  # a callback may ask in the middle of another call
             try:
                 return self._call(message, blobs)
             finally:
@@ -175,17 +172,17 @@ class Student:
         target = message["target"]
         target = self.objects[target] if type(target) is int else decode(target)
         args, kwargs = decode(message["args"]), decode(message["kwargs"])
-        conditions = message["conditions"]
-        watches = [watch_of(text) for text in conditions["watches"]]
+        asked = message["conditions"]
+        watches = [conditions.watch_of(text) for text in asked["watches"]]
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
         raised = value = None
         with contextlib.ExitStack() as stack:
-            set_conditions(stack, conditions)
+            conditions.set_conditions(stack, asked)
             for watch in watches:
                 stack.enter_context(watch)
             stack.enter_context(warnings.catch_warnings())  # what a call leaves is told below, and undone
-            if conditions["silent"]:
+            if asked["silent"]:
                 warnings.simplefilter("ignore")
             filters = list(warnings.filters)
             try:
@@ -195,7 +192,7 @@ class Student:
                     raise
                 raised = error
             finally:
-                left = [sdpa_backends() != conditions["sdpa"], list(warnings.filters) != filters]
+                left = [conditions.sdpa_backends() != asked["sdpa"], list(warnings.filters) != filters]
         reply: dict = {"op": "raised" if raised is not None else "result"}
         encode = self._encoder()
         if raised is not None:
@@ -203,8 +200,8 @@ class Student:
         else:
             reply["value"] = encode(value)
         reply["written"] = self._written()
-        seen = [describe_watch(watch) for watch in watches]
-        reply["seen"] = seen if sum(map(len, seen)) <= MAX_SEEN else None
+        seen = [conditions.describe_watch(watch) for watch in watches]
+        reply["seen"] = seen if sum(map(len, seen)) <= conditions.MAX_SEEN else None
         reply["left"] = left
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return reply, encode.blobs

@@ -251,9 +251,6 @@ FACTS = {
         {"launch_pdl": True},
         {"launch_cooperative_grid": True},
         {"num_ctas": 2},
-        {"shared": 1 << 20},
-        {"num_warps": 65},
-        {"name": "a b"},
     ],
 )
 def test_a_kernel_that_asks_for_more_is_refused(monkeypatch, changes):
