@@ -90,7 +90,10 @@ def compile_text(source: str, shape: Shape = LONG) -> Kernel:
         if ended.returncode or not answer.is_file():
             lines = [line for line in ended.stderr.splitlines() if line.strip()]
             raise Refused(f"{FILE} does not compile: {' '.join(lines[-2:])[:600]}")
-        return read_machine_code(json.loads(answer.read_text()))
+        try:
+            return read_machine_code(json.loads(answer.read_text()))
+        except (ValueError, KeyError, TypeError, subprocess.CalledProcessError):  # a file may have reached Python
+            raise Refused(f"what became of {FILE} cannot be read.") from None
 
 
 def read_machine_code(facts: dict) -> Kernel:

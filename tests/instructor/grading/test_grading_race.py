@@ -1,7 +1,9 @@
 """The race of lab 3's kernels: what is refused, and who wins. Here kernels run in the simulator, in model cycles."""
 
+import json
 import os
 import signal
+import subprocess
 import types
 from collections import Counter
 from dataclasses import replace
@@ -174,22 +176,15 @@ def test_right_rows_are_accepted(rows_of_a_call):
     expect_right(SIMULATED_TAIL, *rows_of_a_call)
 
 
-def test_faster_than_the_roof_is_refused(monkeypatch):
+@pytest.mark.parametrize(("ms", "ahead", "words"), [(1e-3, True, "faster than the roof"), (1e9, False, "too slow")])
+def test_a_time_that_cannot_be_and_a_launch_that_was_not_queued_are_refused(monkeypatch, ms, ahead, words):
     monkeypatch.setattr(track_module, "expect_right", lambda *facts: None)
     track = SimulatedTrack()
-    monkeypatch.setattr(track, "launch", lambda name, shape, inputs, cold: (inputs[0], 1e-3, True))
-    with pytest.raises(Refused, match="faster than the roof"):
+    monkeypatch.setattr(track, "launch", lambda name, shape, inputs, cold: (inputs[0], ms, ahead))
+    with pytest.raises(Refused, match=words):
         track.call("entry", SIMULATED_TAIL)
-    track.roof = 1e12
-    assert track.call("entry", SIMULATED_TAIL) == 1e-3
-
-
-def test_a_host_that_is_too_slow_to_queue_is_named(monkeypatch):
-    monkeypatch.setattr(track_module, "expect_right", lambda *facts: None)
-    track = SimulatedTrack()
-    monkeypatch.setattr(track, "launch", lambda name, shape, inputs, cold: (inputs[0], 1e9, False))
-    with pytest.raises(Refused, match="too slow"):
-        track.call("entry", SIMULATED_TAIL)
+    track.roof, ahead = 1e12, True
+    assert track.call("entry", SIMULATED_TAIL) == ms
 
 
 @pytest.mark.parametrize("row", [0, -1])
@@ -258,6 +253,15 @@ def test_a_kernel_that_asks_for_more_is_refused(monkeypatch, changes):
     assert isinstance(read_machine_code(FACTS), Kernel)
     with pytest.raises(Refused, match="asks for"):
         read_machine_code({**FACTS, **changes})
+
+
+@pytest.mark.parametrize("facts", ["[]", "no JSON", json.dumps(FACTS | {"cubin": "ff"})])
+def test_a_forged_answer_refuses_its_own_file(monkeypatch, facts):
+    run = subprocess.run
+    forge = lambda command, **rest: run(["sh", "-c", 'printf %s "$1" > "$0"', command[-1], facts])  # noqa: E731
+    monkeypatch.setattr(compiling, "subprocess", types.SimpleNamespace(**vars(subprocess) | {"run": forge}))
+    with pytest.raises(Refused, match="cannot be read"):
+        compiling.compile_text("")
 
 
 @pytest.mark.parametrize("code", ["STG", "ATOMG", "LDGSTS", "CALL"])
