@@ -11,6 +11,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from utils.files import ROOT
+from utils.progress.record import notebook_client
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,6 @@ def execute(
         folder: where the kernel runs.
         on_cell: called with the index of each code cell that has run.
     """
-    import zmq
-    from nbclient import NotebookClient
-    from traitlets.config import Config
-
     notebook = nbformat.reads(text, as_version=4)
     started: dict[int, float] = {}
     seconds: dict[str, float] = {}
@@ -60,17 +57,7 @@ def execute(
         seconds[cell.id] = time.perf_counter() - started[cell_index]
         on_cell(cell_index)
 
-    client = NotebookClient(
-        notebook,
-        timeout=timeout,
-        allow_errors=True,
-        resources={"metadata": {"path": str(folder)}},
-        # An encrypted connection to the kernel, where it can be had: without it each kernel warns on the terminal.
-        config=Config({"KernelManager": {"transport_encryption": "auto"}} if zmq.has("curve") else {}),
-        on_cell_execute=start,
-        on_cell_executed=finish,
-    )
-    client.execute()
+    notebook_client(notebook, folder, timeout, on_cell_execute=start, on_cell_executed=finish).execute()
     errors = {
         cell.id: f"{output.ename}: {output.evalue}"
         for cell in notebook.cells

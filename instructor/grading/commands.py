@@ -58,11 +58,8 @@ def release(
         path = release_solutions(_build(lab), target)
         typer.echo(f"{path}: answers and explanations; no hidden test and no marking scheme in it")
         return
-    bundle = make_bundle(_build(lab), target)
-    size = f"{bundle.path}: {bundle.files} files, {bundle.path.stat().st_size / 1e6:.1f} MB"
-    typer.echo(f"{size}; no secret line in any of them{', but for' if bundle.shared else ''}")
-    for leak, why in bundle.shared:
-        typer.echo(f"  {leak}: {why}")
+    path, files = make_bundle(_build(lab), target)
+    typer.echo(f"{path}: {files} files, {path.stat().st_size / 1e6:.1f} MB; no secret line in any of them")
 
 
 @app.command()
@@ -138,6 +135,8 @@ def grade(
 @contextmanager
 def _errors_as_lines(folder: Path) -> Iterator[None]:
     """Print what stops a command as one line that says what to do, and leave with status 2."""
+    from sqlalchemy.exc import SQLAlchemyError
+
     from instructor.course import CourseError
 
     try:
@@ -147,16 +146,9 @@ def _errors_as_lines(folder: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
     except CourseError as error:
         raise GradingError(str(error)) from None
-    except OSError as error:  # a full disk, a folder that may not be written
-        raise GradingError(
-            f"{error.strerror or error}: {error.filename or folder}. What was graded until then is kept."
-        ) from None
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] != "sqlalchemy":
-            raise
-        raise GradingError(
-            f"the gradebook {folder / 'gradebook.db'} cannot be written: {str(error).splitlines()[0]}"
-        ) from None
+    except (OSError, SQLAlchemyError) as error:  # a full disk, a folder or a gradebook that may not be written
+        why = str(error).partition("\n")[0]
+        raise GradingError(f"{folder} cannot be written: {why}. What was graded until then is kept.") from None
 
 
 def _found(course, built, roster: Path | None, archive: Path | None, zone: tzinfo, only: list[str] | None) -> list:

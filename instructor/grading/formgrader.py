@@ -5,9 +5,8 @@ one changes what its handlers send:
 
 - Every page may run the formgrader's own scripts and no other, whatever a student's text gets into it.
 - Beside each answer that a person grades stands the marking scheme, from the lab's source in the course's folder.
-- The lightning (autograde) would run a submission's code without any of the walls. Its column is not shown, the page's
-  instructions name the command that grades inside of them, and so does the answer to whoever asks for it still.
-- Where a student has no name in the gradebook, which is where no roster was given, the list of submissions says so.
+- The lightning (autograde) would run a submission's code without any of the walls. Neither its column nor the instructions for it
+  are shown; whoever asks for it still reads the command that grades inside of them.
 """
 
 from __future__ import annotations
@@ -84,34 +83,15 @@ def with_schemes(page: str, schemes: dict[str, str]) -> str:
 
 
 _AUTOGRADE_COLUMN = '<th class="text-center no-sort">Autograde</th>'
-_AUTOGRADE_NOTE = re.compile(
-    r"<p>\s*<b>Note:</b> Here you can autograde(?:(?!</pre>).)*?nbgrader autograde &?\S*?\"?([\w.-]+)\"?\s*</pre>\s*</p>",
-    re.DOTALL,
-)
+_HIDDEN = "<style>.autograde, #accordion { display: none; }</style></head>"
 
 
 def without_autograde(page: str) -> str:
-    """The page of a lab's submissions without the column of lightnings, and with instructions that are true here."""
-
-    def note(found: re.Match) -> str:
-        command = f"labs grade {found[1]}"
-        text = "Submissions are graded in a terminal, in the course's folder, where their code runs behind walls:"
-        return f"<p>{text}</p>\n<pre>{command}\n{command} --only STUDENT</pre>"
-
+    """The page of a lab's submissions without the column of lightnings, and without the instructions, which speak of them alone."""
     if _AUTOGRADE_COLUMN not in page:
         return page
-    page = _AUTOGRADE_NOTE.sub(note, page)
     page = page.replace(_AUTOGRADE_COLUMN, _AUTOGRADE_COLUMN.replace('no-sort"', 'no-sort autograde"'))
-    return page.replace("</head>", "<style>.autograde { display: none; }</style></head>", 1)
-
-
-def with_names(text: str) -> str:
-    """What the list of submissions asks for, where no student's name is null: nbgrader would show "None, None"."""
-    found = json.loads(text)
-    for row in found if isinstance(found, list) else [found]:
-        if isinstance(row, dict) and "last_name" in row and row["last_name"] is None and row.get("first_name") is None:
-            row |= {"last_name": "no name", "first_name": "not in the roster"}
-    return json.dumps(found)
+    return page.replace("</head>", _HIDDEN, 1)
 
 
 def refusal(lab: str, student: str) -> str:
@@ -144,15 +124,11 @@ def _load_jupyter_server_extension(app) -> None:
             chunk = with_schemes(chunk, schemes_of(folder / f"{submission.notebook.name}.ipynb"))
         return write(self, chunk)
 
-    def write_rows(self, chunk):
-        return write(self, with_names(chunk) if isinstance(chunk, str) else chunk)
-
     def refuse(self, lab, student):
         self.write(json.dumps({"success": False, "log": "", "error": refusal(lab, student)}))
 
     base.BaseHandler.write = write
     handlers.SubmissionHandler.write = write_submission
-    apihandlers.SubmissionCollectionHandler.write = apihandlers.SubmissionHandler.write = write_rows
     apihandlers.AutogradeHandler.post = refuse
     app.log.info("formgrader: policy, marking schemes and no autograde")
 

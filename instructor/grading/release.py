@@ -14,6 +14,7 @@ from pathlib import Path
 import nbformat
 
 from instructor.build import PUBLIC, QUOTE_LENGTH, ROOT, Built, notebook_text, secret_lines
+from instructor.course import answered_notebook
 from instructor.grading.submission.results import GradingError
 from instructor.points import lab_names, lab_path
 from instructor.source import Cell, find_regions, read_lab
@@ -49,17 +50,6 @@ points; hand in `{name}.ipynb`.
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".ruff_cache", ".pytest_cache")
 FOR_INSTRUCTORS = ("docs/grading.md", "docs/instructors.md", "docs/contributing.md", "docs/points.md")
 STRETCH = 3  # lines in a row that are no coincidence; those that any module has (`_SAYS_NOTHING`) do not count
-# What the library shares with a solution because it needs it itself: {(file, line): why}. `labs release` prints it.
-_COMPLETED = "Bonus 6.2 of lab 3 completes two partitions of this kernel; who reads the whole of it has read it"
-SHARED: dict[tuple[str, str], str] = {
-    ("utils/attention/gluon/blackwell/attention.py", line): _COMPLETED
-    for line in (
-        "alphas.index(TILE).store(alpha)",
-        "mbarrier.arrive(bars.alpha_full.index(TILE), count=1)",
-        "alpha = alphas.index(tile).load(rows)",
-        "mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)",
-    )
-}
 _SAYS_NOTHING = re.compile(r"(from [\w.]+ )?import .*|(try|else|finally):|.{0,3}")
 ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ")  # zip, gzip, bzip2, xz
 _STAMP = (2024, 1, 1, 0, 0, 0)  # the same bundle has the same bytes
@@ -186,41 +176,29 @@ def _texts(name: str, data: bytes):
 def _strings(value):
     if isinstance(value, str):
         yield value
-    elif isinstance(value, list):
-        # A notebook keeps a cell as a list of lines.
-        if value and all(isinstance(item, str) for item in value):
-            yield "".join(value)
-        for item in value:
-            yield from _strings(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+        yield from ("".join(value), "\n".join(value))  # a notebook keeps a cell as a list of lines
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _strings(item)
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """A bundle that was searched and written."""
+def release(built: Built, target: Path) -> tuple[Path, int]:
+    """Write the bundle of a lab as a zip into `target`; returns its path, and how many files are in it.
 
-    path: Path
-    files: int
-    shared: tuple[tuple[Leak, str], ...]  # secret lines that the library needs itself, and why
-
-
-def release(built: Built, target: Path) -> Bundle:
-    """Write the bundle of a lab as a zip into `target`.
-
-    `GradingError` if a line of a solution or hidden test is anywhere in it where `SHARED` does not explain it.
+    `GradingError` if a line of a solution or hidden test is anywhere in it.
     """
     files = bundle_files(built)
-    found = find_leaks(files, secrets_of_all_labs())
-    shared = tuple((leak, SHARED[leak.file, leak.line]) for leak in found if (leak.file, leak.line) in SHARED)
-    leaks = [leak for leak in found if (leak.file, leak.line) not in SHARED]
-    if leaks:
-        shown = "\n".join(f"  {leak}" for leak in leaks[:20])
-        raise GradingError(f"{len(leaks)} secret lines are in the bundle of {built.name}:\n{shown}")
+    _expect_none(find_leaks(files, secrets_of_all_labs()), f"the bundle of {built.name}")
     path = target / f"{built.name}.zip"
     write_whole(path, packed(files, built.name))
-    return Bundle(path, len(files), shared)
+    return path, len(files)
+
+
+def _expect_none(leaks: list[Leak], where: str) -> None:
+    if leaks:
+        shown = "\n".join(f"  {leak}" for leak in leaks[:20])
+        raise GradingError(f"{len(leaks)} secret lines are in {where}:\n{shown}")
 
 
 def worked_solutions(built: Built) -> str:
@@ -228,20 +206,16 @@ def worked_solutions(built: Built) -> str:
 
     `GradingError` if a line of a hidden test or a marking scheme of any lab, or of another lab's answer, is in it.
     """
-    notebook = nbformat.reads(built.instructor, as_version=4)
+    notebook = nbformat.reads(answered_notebook(built), as_version=4)
     answers: list[str] = []  # the lines that may be given out now
     for cell in notebook.cells:
-        meta = cell.metadata.pop("nbgrader", {})
-        lines = cell.source.splitlines()
-        probe = Cell(cell.cell_type, cell.source, 0)
-        find_regions(probe)
-        secret = {
-            n for r in probe.regions if r.kind in ("HIDDEN TESTS", "MARK SCHEME") for n in range(r.first, r.last + 1)
-        }
-        markers = {n for r in probe.regions for n in (r.first, r.last)}
-        kept = [line for n, line in enumerate(lines) if n not in secret | markers]
-        cell.source = "\n".join(kept).rstrip()
-        if meta.get("solution"):
+        if cell.metadata.pop("nbgrader", {}).get("solution"):
+            probe = Cell(cell.cell_type, cell.source, 0)
+            find_regions(probe)
+            schemes = [range(r.first, r.last) for r in probe.regions if r.kind == "MARK SCHEME"]
+            left_out = {n for lines in schemes for n in lines} | {n for r in probe.regions for n in (r.first, r.last)}
+            kept = [line for n, line in enumerate(cell.source.splitlines()) if n not in left_out]
+            cell.source = "\n".join(kept).rstrip()
             answers += kept
     title = nbformat.v4.new_markdown_cell(
         f"# Worked solutions: {built.name}\n\nFor reading after the deadline. Answers in words are one way to say it. "
@@ -255,9 +229,7 @@ def worked_solutions(built: Built) -> str:
     name = f"{built.name}-solutions.ipynb"
     found = find_leaks({name: text.encode()}, secrets_of_all_labs())
     leaks = [leak for leak in found if _squeezed(leak.line) not in own and _squeezed(leak.line) not in whole]
-    if leaks:
-        shown = "\n".join(f"  {leak}" for leak in leaks[:20])
-        raise GradingError(f"{len(leaks)} secret lines are in the worked solutions of {built.name}:\n{shown}")
+    _expect_none(leaks, f"the worked solutions of {built.name}")
     return text
 
 

@@ -75,15 +75,8 @@ def similar(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
 def export(
     lab: Annotated[str | None, typer.Argument(help="A lab by name; needed for every form but nbgrader's.")] = None,
     course_folder: CourseFolder = Path("course"),
-    form: Annotated[
-        str, typer.Option("--as", help="nbgrader (all labs), questions, moodle, canvas or gradescope.")
-    ] = "nbgrader",
-    to: Annotated[
-        Path | None,
-        typer.Option(
-            help="The CSV file, for gradescope the folder of results.json files; else in the course's folder."
-        ),
-    ] = None,
+    form: Annotated[str, typer.Option("--as", help="nbgrader (all labs), questions, moodle or canvas.")] = "nbgrader",
+    to: Annotated[Path | None, typer.Option(help="The CSV file; else in the course's folder.")] = None,
 ) -> None:
     """Write the grades as CSV, or in the form of a learning platform."""
     from instructor.grading.class_.platforms import FORMS, export_class, export_gradebook
@@ -98,7 +91,7 @@ def export(
         notes = export_gradebook(course, path)
     else:
         name = _name(lab)
-        path = to or course_folder / f"{name}-{form}{'' if form == 'gradescope' else '.csv'}"
+        path = to or course_folder / f"{name}-{form}.csv"
         notes = export_class(course, name, form, path)
     typer.echo(f"{path}")
     for note in notes:
@@ -137,6 +130,8 @@ def formgrader(
 @errors_as_text
 def race(lab: Lab = "lab3_gluon", course_folder: CourseFolder = Path("course")) -> None:
     """Time the class's kernels of lab 3, Question 5.3, on this machine's GPU, each call with fresh inputs and checked."""
+    from contextlib import closing
+
     from instructor.grading.class_.gradebook import as_csv
     from instructor.grading.class_.intake import submissions
     from instructor.grading.race import race as racing
@@ -147,16 +142,14 @@ def race(lab: Lab = "lab3_gluon", course_folder: CourseFolder = Path("course")) 
         raise GradingError(f"{lab} has no race: lab3_gluon has.")
     built = _build(lab)
     found = submissions(course_folder, "lab3_gluon")
-    entries = [racing.entry_of(built, s.student, s.path.read_bytes()) for s in found]
-    one = racing.Race(racing.model_answer(built))
-    try:
+    entries = {s.student: racing.entry_of(built, s.path.read_bytes()) for s in found}
+    with closing(racing.Race(racing.model_answer(built))) as one:
         results = racing.race_class(
             one, entries, lambda r: typer.echo(f"{for_terminal(r.student)} {'refused' if r.refused else 'done'}")
         )
-    finally:
-        one.close()
-    for line in racing.lines_of(results):
+    rows, lines = racing.table(results)
+    for line in lines:
         typer.echo(for_terminal(line))
     path = course_folder / "grading" / "lab3_gluon" / "race.csv"
-    write_whole(path, as_csv(racing.table(results)))
+    write_whole(path, as_csv(rows))
     typer.echo(str(path))

@@ -1594,7 +1594,7 @@ def softmax(scores, alphas, sums, bars, sizes, c, dtype: gl.constexpr, TILE: gl.
         ### BEGIN SOLUTION
         alphas.index(TILE).store(alpha)
         mbarrier.arrive(bars.alpha_full.index(TILE), count=1)
-        p_view.store(gl.convert_layout(p.to(dtype), narrow))
+        p_view.store(gl.convert_layout(p.to(dtype), narrow))  # public
         mbarrier.arrive(bars.p_full.index(TILE), count=1)
         ### END SOLUTION
     inverse, log_sum = inverse_and_lse(m, total, c)
@@ -1615,7 +1615,7 @@ def correction(q_tiles, output, alphas, sums, bars, sizes, BLOCK_N: gl.constexpr
             mbarrier.wait(bars.alpha_full.index(tile), i & 1)
             if i > 0:
                 alpha = alphas.index(tile).load(rows)
-                mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)
+                mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)  # public
                 rescale(output.index(tile), alpha, output.index(tile), False)
             mbarrier.arrive(bars.o_ready.index(tile), count=1)
             ### END SOLUTION

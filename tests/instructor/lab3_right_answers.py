@@ -311,12 +311,12 @@ def repairs():
 +        p = gl.convert_layout(p.to(dtype), narrow)
 +        alphas.index(TILE).store(alpha)
 
--        p_view.store(gl.convert_layout(p.to(dtype), narrow))
+-        p_view.store(gl.convert_layout(p.to(dtype), narrow))  # public
 +        p_view.store(p)
 
 -            if i > 0:
 +            if i > 0:
 +                mbarrier.wait(bars.o_done.index(tile), (i + 1) & 1)
 
--                mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)
+-                mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)  # public
 """)

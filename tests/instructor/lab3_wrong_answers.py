@@ -349,7 +349,7 @@ def repairs():
 +        mbarrier.arrive(bars.p_full.index(TILE), count=1)
 
 # %% bonus_6_2: O rescaled under its product => race | never waited for
--                mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)
+-                mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)  # public
 
 # %% bonus_6_2: O written out as if in shared memory => takes no dim in this Triton
 -                rescale(output.index(tile), alpha, output.index(tile), False)

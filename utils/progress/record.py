@@ -199,34 +199,34 @@ def summary(found: Sequence[Part]) -> str:
     return text + "."
 
 
+def notebook_client(notebook: Any, folder: Path, timeout: int, **hooks: Any) -> Any:
+    """Return what runs a notebook in a folder without a browser, also the cells after one that fails; hooks are nbclient's."""
+    import zmq
+    from nbclient import NotebookClient
+    from traitlets.config import Config
+
+    # An encrypted connection to the kernel, where it can be had: without it each kernel warns on the terminal.
+    config = Config({"KernelManager": {"transport_encryption": "auto"}} if zmq.has("curve") else {})
+    resources = {"metadata": {"path": str(folder)}}
+    return NotebookClient(notebook, timeout=timeout, allow_errors=True, resources=resources, config=config, **hooks)
+
+
 def run_checks(path: Path, timeout: int, step: Callable[[int, int], None] = lambda done, total: None) -> dict[str, Any]:
-    """Run a copy of a lab from top to bottom without a browser; the notebook itself stays as it is.
+    """Run a copy of a lab from top to bottom and return it; the notebook itself stays as it is.
 
     Args:
         path: the notebook.
         timeout: seconds that one cell may take.
         step: called with the number of cells that have run, and of all cells.
-
-    Returns:
-        The executed notebook.
     """
     import nbformat
-    import zmq
-    from nbclient import NotebookClient
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
-    from traitlets.config import Config
 
     read_notebook(path)
     notebook = nbformat.read(path, as_version=4)
     total = len(notebook.cells)
-    client = NotebookClient(
-        notebook,
-        timeout=timeout,
-        allow_errors=True,
-        resources={"metadata": {"path": str(path.parent)}},
-        # An encrypted connection to the kernel, where it can be had: without it each kernel warns on the terminal.
-        config=Config({"KernelManager": {"transport_encryption": "auto"}} if zmq.has("curve") else {}),
-        on_cell_complete=lambda cell, cell_index: step(cell_index + 1, total),
+    client = notebook_client(
+        notebook, path.parent, timeout, on_cell_complete=lambda cell, cell_index: step(cell_index + 1, total)
     )
     try:
         client.execute()

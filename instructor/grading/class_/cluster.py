@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from instructor.build import Built
@@ -20,33 +20,16 @@ from instructor.course import Course
 from instructor.grading.class_ import gradebook
 from instructor.grading.class_.intake import Submission
 from instructor.grading.sandbox.walls import Limits
-from instructor.grading.submission.engine import calibrate, close_all, grade_notebook, known_calibration
+from instructor.grading.submission.engine import calibrate, calibration_path, close_all, fingerprint, grade_notebook
 from instructor.grading.submission.plan import not_graded
 from instructor.grading.submission.results import GradingError, SubmissionResult
-from instructor.grading.submission.sources import fingerprint
 
 Progress = Callable[[str, int, int], None]  # (student, how many are done, of how many)
 
 RETRIES = 3  # of a submission whose checker failed; Dask's default for one whose worker died (allowed-failures)
-BATCH = 8  # results merged into the gradebook at a time
 ARRIVE = 10.0  # seconds that workers have to register with a scheduler
 ABSENT = 60.0  # seconds without any worker after which a run ends
 SCATTER = 50  # submissions from which on the lab is sent to each worker once, and not with every submission
-
-
-@dataclass
-class Summary:
-    """What a run of `labs grade` did."""
-
-    graded: list[SubmissionResult] = field(default_factory=list)
-    resumed: list[str] = field(default_factory=list)  # graded before from the same files
-    failed: dict[str, str] = field(default_factory=dict)  # student -> why there is no grade
-    seconds: float = 0.0
-
-    @property
-    def flagged(self) -> list[SubmissionResult]:
-        """The results that a person should look at."""
-        return [result for result in self.graded if result.flags]
 
 
 # ---- what runs in a worker ---------------------------------------------------------------------------------------
@@ -140,7 +123,7 @@ def _expect_workers(client, scheduler: str, built: Built, gpu: bool) -> None:
     began = time.monotonic()
     while not (workers := _suitable_workers(client, gpu)):
         if time.monotonic() - began > ARRIVE:
-            others = len(_suitable_workers(client, False)) if gpu else 0
+            others = len(_suitable_workers(client, False))
             lack = f"none of the {others} workers at {scheduler} has the resource GPU" if others else ""
             raise GradingError(
                 f"{lack or f'the scheduler at {scheduler} has no workers'}: start some with `dask worker {scheduler} --nworkers "
@@ -162,25 +145,19 @@ def _expect_workers(client, scheduler: str, built: Built, gpu: bool) -> None:
 
 def _in_order_of_end(client, futures: Iterable, gpu: bool) -> Iterator:
     """Yield futures as they end; `GradingError` if there was no suitable worker for `ABSENT` seconds."""
-    from queue import Empty, SimpleQueue
-
     kept = "What was graded is in the gradebook: start it, and run the same command again to go on."
-    ended: SimpleQueue = SimpleQueue()
-    for future in futures:
-        future.add_done_callback(ended.put)
-    last_seen = time.monotonic()
-    for _ in futures:
-        future = None
-        while future is None:
-            with suppress(Empty):
-                future = ended.get(timeout=min(5.0, ABSENT))
-            if future is not None or _suitable_workers(client, gpu):
-                last_seen = time.monotonic()
-            elif time.monotonic() - last_seen > ABSENT:
-                raise GradingError(f"there is no worker since {ABSENT:.0f} s. {kept}")
-        if future.cancelled():  # Dask cancels futures when a connection is lost, and nothing else does
+    waiting, last_seen = set(futures), time.monotonic()
+    while waiting:
+        ended = {future for future in waiting if future.status != "pending"}
+        if any(future.cancelled() for future in ended):  # Dask does, when a connection is lost, and nothing else
             raise GradingError(f"the connection to the scheduler is lost. {kept}")
-        yield future
+        yield from ended
+        waiting -= ended
+        if ended or _suitable_workers(client, gpu):
+            last_seen = time.monotonic()
+        elif time.monotonic() - last_seen > ABSENT:
+            raise GradingError(f"there is no worker since {ABSENT:.0f} s. {kept}")
+        time.sleep(0.2)
 
 
 # ---- a class -----------------------------------------------------------------------------------------------------
@@ -197,40 +174,29 @@ def grade_class(
     limits: Limits | None = None,
     again: bool = False,
     progress: Progress = lambda student, done, total: None,
-) -> Summary:
+) -> ClassRun:
     """Grade submissions and merge the results into the course's gradebook.
 
-    Args:
-        course: where the gradebook and the folders are.
-        built: the lab.
-        submissions: what to grade.
-        jobs: worker processes here, if there is no scheduler.
-        scheduler: the address of a Dask scheduler, `tcp://...`.
-        timeout: seconds that a cell may take.
-        limits: what a submission may use.
-        again: grade also what was graded before from the same files.
-        progress: is called with (student, done, total) after each submission.
+    `jobs` workers grade here, or those of a Dask scheduler at `tcp://...`; a cell may take `timeout` seconds; `again` is for
+    what was graded before from the same files, too; `progress` is called after each submission.
     """
     began, limits = time.perf_counter(), limits or Limits()
-    run = _ClassRun(course, built, timeout, limits, progress, len(submissions))
+    run = ClassRun(course, built, timeout, limits, progress, len(submissions))
     gradebook.prepare(course, built)
     run.resume(submissions, again)
-    try:
-        if run.waiting:
-            if known_calibration(built, limits) is None:
-                progress("the model answers first, once for each version of the lab", run.done, run.total)
-            devices = gpus() if limits.gpu and scheduler is None else []
-            jobs = min(jobs, len(run.waiting), len(devices) or jobs)
-            with connect(scheduler, jobs, built, limits.gpu) as client:
-                run.dispatch(client, devices)
-    finally:
-        run.merge()  # also when interrupted: what is graded is kept
-        run.summary.seconds = time.perf_counter() - began
-    return run.summary
+    if run.waiting:
+        if not calibration_path(built, limits).is_file():
+            progress("the model answers first, once for each version of the lab", len(run.graded), run.total)
+        devices = gpus() if limits.gpu and scheduler is None else []
+        jobs = min(jobs, len(run.waiting), len(devices) or jobs)
+        with connect(scheduler, jobs, built, limits.gpu) as client:
+            run.dispatch(client, devices)
+    run.seconds = time.perf_counter() - began
+    return run
 
 
 @dataclass
-class _ClassRun:
+class ClassRun:
     """One run over a class: what waits to be graded, and what was graded so far."""
 
     course: Course
@@ -239,10 +205,16 @@ class _ClassRun:
     limits: Limits
     progress: Progress
     total: int  # submissions
-    done: int = 0
     waiting: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # student -> (the file, the key of its record)
-    unmerged: dict[str, SubmissionResult] = field(default_factory=dict)  # student -> a result to merge
-    summary: Summary = field(default_factory=Summary)
+    graded: list[SubmissionResult] = field(default_factory=list)
+    resumed: list[str] = field(default_factory=list)  # graded before from the same files
+    failed: dict[str, str] = field(default_factory=dict)  # student -> why there is no grade
+    seconds: float = 0.0
+
+    @property
+    def flagged(self) -> list[SubmissionResult]:
+        """The results that a person should look at."""
+        return [result for result in self.graded if result.flags]
 
     def resume(self, submissions: Sequence[Submission], again: bool) -> None:
         """Take over what was graded before from the same files; the other submissions wait."""
@@ -254,13 +226,11 @@ class _ClassRun:
             if record is None or again:
                 self.waiting[student] = (data, key)
             else:
-                self.summary.graded.append(record)
-                self.summary.resumed.append(student)
-                self.unmerged[student] = record  # the gradebook may not have it after an interruption
-        self.merge()
-        self.done = len(self.summary.resumed)
-        if self.done:
-            self.progress(self.summary.resumed[-1], self.done, self.total)
+                self.graded.append(record)
+                self.resumed.append(student)
+        gradebook.merge(self.course, self.graded)  # which may be another one than before
+        if self.resumed:
+            self.progress(self.resumed[-1], len(self.graded), self.total)
 
     def dispatch(self, client, devices: Sequence[str]) -> None:
         """Have the workers of a Dask client grade what waits, and keep the results as they come."""
@@ -276,30 +246,22 @@ class _ClassRun:
             arguments = (shared, data, student, self.timeout, self.limits, devices)
             futures[client.submit(grade_one, *arguments, key=name, retries=RETRIES, **options)] = student
         try:
-            self._collect(client, futures)
+            for future in _in_order_of_end(client, futures, gpu):
+                self._keep(futures[future], future)
+                future.release()
         finally:
             client.cancel(list(futures))  # after an interrupt nothing is tried again
 
-    def _collect(self, client, futures: dict) -> None:
-        for future in _in_order_of_end(client, futures, self.limits.gpu):
-            student = futures[future]
-            try:
-                result = future.result()
-            except Exception as error:  # whatever happened to this submission, the others go on
-                why = f"not graded after {RETRIES + 1} attempts: {str(error).strip()[:500]}"
-                self.summary.failed[student] = why
-                self.summary.graded.append(not_graded(self.built, student, "not graded", why))
-            else:
-                gradebook.save_record(self.course, result, self.waiting[student][1])
-                self.summary.graded.append(result)
-                self.unmerged[student] = result
-                if len(self.unmerged) >= BATCH:
-                    self.merge()
-            self.done += 1
-            future.release()
-            self.progress(student, self.done, self.total)
-
-    def merge(self) -> None:
-        """Write the results that the gradebook does not have yet."""
-        gradebook.merge(self.course, self.unmerged)
-        self.unmerged = {}
+    def _keep(self, student: str, future) -> None:
+        """Keep the result of a submission, or why there is none."""
+        try:
+            result = future.result()
+        except Exception as error:  # whatever happened to this submission, the others go on
+            why = f"not graded after {RETRIES + 1} attempts: {str(error).strip()[:500]}"
+            self.failed[student] = why
+            self.graded.append(not_graded(self.built, student, "not graded", why))
+        else:
+            gradebook.merge(self.course, [result])  # first: what has a record counts as graded
+            gradebook.save_record(self.course, result, self.waiting[student][1])
+            self.graded.append(result)
+        self.progress(student, len(self.graded), self.total)

@@ -19,12 +19,7 @@ def time_zone(name: str | None) -> tzinfo:
 
 
 def read_date(text: str, zone: tzinfo) -> datetime:
-    """Read a date such as `2026-12-01 23:59 +0100`, `... Europe/Berlin` or `2026-12-01T23:59+01:00`.
-
-    Args:
-        text: the date.
-        zone: of a date that names none.
-    """
+    """Read a date such as `2026-12-01 23:59 +0100`, `... Europe/Berlin` or `2026-12-01T23:59+01:00`; `zone` is of one without."""
     *words, last = text.split() or [""]
     named = tz.gettz(last) if words and last[:1].isalpha() else None
     try:

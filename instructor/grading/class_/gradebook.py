@@ -15,7 +15,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -65,20 +65,20 @@ def _is_known(course: Course, lab: str) -> bool:
             return False
 
 
-def merge(course: Course, results: Mapping[str, SubmissionResult]) -> None:
+def merge(course: Course, results: Iterable[SubmissionResult]) -> None:
     """Write results into the gradebook and the folder `autograded`; manual grades are kept.
 
     Each submission is one transaction: after an interruption the gradebook has all of it or nothing.
     """
     from nbgrader.api import MissingEntry
 
-    if not results:
-        return
     with course.gradebook() as gradebook:
-        for student, result in results.items():
-            lab = result.lab
-            _write_notebook(course, student, result)
-            gradebook.update_or_create_student(student)
+        for result in results:
+            lab, student = result.lab, result.student
+            _write_notebook(course, result)
+            person = gradebook.update_or_create_student(student)
+            if person.last_name is None:  # until a roster says more; the formgrader would call everybody None
+                person.last_name, person.first_name = student, ""
             gradebook.update_or_create_submission(lab, student, **_timestamp(course, student, lab))
             submitted = gradebook.find_submission_notebook(lab, lab, student)
             commented = {comment.name for comment in submitted.comments}
@@ -93,14 +93,10 @@ def merge(course: Course, results: Mapping[str, SubmissionResult]) -> None:
                         comment.auto_comment = "No response." if cell.status == "missing" else None
                 gradebook.db.commit()
             except MissingEntry as error:
-                gradebook.db.rollback()
                 raise GradingError(
                     f"the gradebook has another version of {lab} ({error}): run `labs grade {lab}` again, which "
                     "brings it up to date."
                 ) from None
-            except BaseException:
-                gradebook.db.rollback()
-                raise
 
 
 def _timestamp(course: Course, student: str, lab: str) -> dict:
@@ -115,10 +111,10 @@ def _timestamp(course: Course, student: str, lab: str) -> dict:
         return {}
 
 
-def _write_notebook(course: Course, student: str, result: SubmissionResult) -> None:
-    folder = course.root / "autograded" / student / result.lab
+def _write_notebook(course: Course, result: SubmissionResult) -> None:
+    folder = course.root / "autograded" / result.student / result.lab
     write_whole(folder / f"{result.lab}.ipynb", result.notebook)
-    stamp = course.root / "submitted" / student / result.lab / "timestamp.txt"
+    stamp = course.root / "submitted" / result.student / result.lab / "timestamp.txt"
     if stamp.is_file():
         shutil.copyfile(stamp, folder / "timestamp.txt")
 
@@ -146,7 +142,7 @@ def load_record(course: Course, lab: str, student: str, key: str | None) -> Subm
         fields = json.loads(path.read_text(encoding="utf-8"))
         made_from = fields.pop("key")
         return SubmissionResult.from_json(fields) if key in (made_from, None) else None
-    except (ValueError, KeyError, GradingError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

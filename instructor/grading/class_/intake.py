@@ -124,13 +124,9 @@ def _fits(file: str, lab: str) -> int:
 
 
 def take_in(archive: Path, root: Path, lab: str, zone: tzinfo | None = None) -> dict[str, Arrival]:
-    """Copy the notebooks of a zip to `submitted/<student>/<lab>/<lab>.ipynb`; returns what was found of whom.
+    """Copy the notebooks of a zip to `submitted/<student>/<lab>/<lab>.ipynb` in a course; returns what was found of whom.
 
-    Args:
-        archive: a learning platform's zip.
-        root: the course's folder.
-        lab: the lab's name.
-        zone: of the times in the zip, which are the platform's local ones; by default this machine's.
+    The times in a zip are the platform's local ones: `zone` is by default this machine's.
     """
     if not archive.is_file():
         raise GradingError(f"{archive} is no file: name the zip that the learning platform gave you.")

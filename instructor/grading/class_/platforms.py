@@ -1,36 +1,29 @@
-"""Grades in the forms that learning platforms take: Moodle, Canvas and Gradescope."""
+"""Grades in the forms that learning platforms take: Moodle and Canvas."""
 
 from __future__ import annotations
 
 import csv
-import json
 import re
 from datetime import UTC, datetime
 from pathlib import Path
 
 from instructor.course import Course
 from instructor.grading.class_.gradebook import as_csv, harmless_cell
-from instructor.grading.class_.report import Student, class_of, class_rows, questions_of
+from instructor.grading.class_.report import Student, class_of, class_rows
 from instructor.grading.submission.harmless import for_terminal
 from instructor.grading.submission.plan import question_title
 from instructor.points import counted, number_text
 from utils.files import write_whole
 
-FORMS = ("questions", "moodle", "canvas", "gradescope")
+FORMS = ("questions", "moodle", "canvas")
 
 
 def export_class(course: Course, lab: str, form: str, to: Path) -> list[str]:
     """Write the grades of a class in one of the `FORMS`; returns what to know before they are uploaded."""
     students = class_of(course, lab)
-    notes = platform_notes(students, form)
-    if form == "gradescope":
-        for student in students:
-            path = to / student.id / "results.json"
-            write_whole(path, json.dumps(gradescope_results(student), indent=1, ensure_ascii=False))
-        return notes
     rows = {"questions": class_rows, "moodle": moodle_rows, "canvas": lambda s: canvas_rows(s, lab)}[form](students)
     write_whole(to, as_csv(rows))
-    return notes
+    return platform_notes(students, form)
 
 
 def export_gradebook(course: Course, to: Path) -> list[str]:
@@ -126,27 +119,6 @@ def canvas_rows(students: list[Student], lab: str) -> list[dict]:
         login = person.email or person.id if person else ""
         rows.append({"Student": name, **empty, "ID": _number(student), "SIS Login ID": login, lab: _score(student)})
     return rows
-
-
-def gradescope_results(student: Student) -> dict:
-    """A student's `results.json`, as Gradescope's autograders write it."""
-    tests = []
-    for question in questions_of([student]):
-        waits, message = question in student.waiting, student.messages.get(question, "")
-        score, most = student.points.get(question, 0.0), student.most[question]
-        test = {
-            "name": question_title(question),
-            "number": question,
-            "max_score": most,
-            "visibility": "after_published",
-        }
-        if waits:
-            tests.append({**test, "score": 0.0, "output": f"This answer waits for a person. {message}".strip()})
-            continue
-        output = message or ("no answer" if question in student.missing else "")
-        tests.append({**test, "score": score, "status": "passed" if score >= most else "failed", "output": output})
-    late = f"{student.penalty:g} points were taken for lateness." if student.penalty else ""
-    return {"score": _score(student), "output": late, "output_format": "text", "tests": tests}
 
 
 def _words(student: Student) -> str:

@@ -74,10 +74,7 @@ def class_of(course: Course, lab: str) -> list[Student]:
 def everybody(course: Course, lab: str, failed: Mapping[str, str]) -> list[Student]:
     """The class, and everybody who has no grade, with the reason; the roster names those who handed in nothing.
 
-    Args:
-        course: whose gradebook has the results.
-        lab: the lab's name.
-        failed: student -> why the last run gave no grade.
+    `failed` says of students why the last run gave them no grade.
     """
     people, came = people_of(course), arrivals(course.root, lab)
     why = without_submission(course.root, lab)

@@ -1,7 +1,7 @@
 """Which answers are alike: fingerprints of the code in answer cells, without what the lab gave to everybody.
 
-The method is winnowing (Schleimer, Wilkerson and Aiken, 2003). Names and numbers are replaced before, so that renaming
-hides nothing; what is in the students' notebook, the course's library or many submissions is nobody's own.
+A fingerprint is a hash of some tokens in a row. Names and numbers are replaced before, so that renaming hides nothing; what is in
+the students' notebook, the course's library or many submissions is nobody's own.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import nbformat
 from instructor.build import Built
 from instructor.grading.submission.plan import Unreadable, make_plan
 
-GRAM, WINDOW = 12, 6  # tokens of a fingerprint; of so many in a row, the smallest is kept
+GRAM = 12  # tokens of a fingerprint
 COMMON = 0.4  # a fingerprint that more of the class has is nobody's own
 MAX_CELL = 100_000  # characters of a cell that are compared: more would take minutes
-LEAST, SHARE = 8, 0.5  # fingerprints that a pair has to share to be named, and this share of the smaller one's
+LEAST, SHARE = 28, 0.5  # fingerprints that a pair has to share to be named, and this share of the smaller one's
 _LEFT_OUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
@@ -53,16 +53,10 @@ def tokens(source: str) -> list[str]:
     return found
 
 
-def all_grams(source: str) -> list[int]:
-    """Every fingerprint that a piece of code could have, wherever it stands, in order."""
-    words = tokens(source)
-    return [zlib.crc32(" ".join(words[i : i + GRAM]).encode()) for i in range(len(words) - GRAM + 1)]
-
-
 def fingerprints(source: str) -> set[int]:
     """The fingerprints of a piece of code."""
-    grams = all_grams(source)
-    return {min(grams[i : i + WINDOW]) for i in range(max(1, len(grams) - WINDOW + 1))} if grams else set()
+    words = tokens(source)
+    return {zlib.crc32(" ".join(words[i : i + GRAM]).encode()) for i in range(len(words) - GRAM + 1)}
 
 
 def answers_of(built: Built, submission: bytes) -> dict[str, str]:
@@ -81,16 +75,11 @@ def answers_of(built: Built, submission: bytes) -> dict[str, str]:
 def given_code(built: Built) -> set[int]:
     """Fingerprints of what everybody was given: the code in the students' notebook."""
     cells = nbformat.reads(built.student, as_version=4).cells
-    return {gram for cell in cells if cell.cell_type == "code" for gram in all_grams(cell.source)}
+    return {mark for cell in cells if cell.cell_type == "code" for mark in fingerprints(cell.source)}
 
 
 def alike(classes: Mapping[str, Mapping[str, str]], given: set[int]) -> list[Pair]:
-    """Pairs of students whose own code is alike, the most alike first.
-
-    Args:
-        classes: {student: {answer cell: its code}}.
-        given: fingerprints that do not count.
-    """
+    """Pairs of students, {student: {answer cell: its code}}, whose code is alike beside what was given, the most alike first."""
     marks = {
         student: {cell: fingerprints(code) - given for cell, code in cells.items()}
         for student, cells in classes.items()

@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,8 +28,6 @@ from utils.kernels import offline
 
 COMPILE_SECONDS = 90.0
 MEMORY_GB = 32  # of addresses; torch's libraries for CUDA take some
-MAX_SHARED = 227 * 1024
-MAX_WARPS = 64  # of a block on Hopper
 # Instructions that reach memory by an address. The tensors of this kernel come as TMA descriptors, so it needs none.
 _BY_ADDRESS = re.compile(
     r"(LD|LDG|LDGSTS|ST|STG|STAS|ATOM|ATOMG|RED|REDG|REDAS|SULD|SUST|SUATOM|SURED|TEX|TLD|TLD4|CCTL|CCTLL|CCTLT|"
@@ -49,7 +48,8 @@ class Kernel:
     shared: int  # bytes of shared memory
     num_warps: int  # warps of all partitions
     cubin: bytes  # machine code for sm_90a
-    descriptors: str  # how the launch encodes its TMA descriptors
+    descriptors: list  # how the launch encodes its TMA descriptors
+    ptx: str  # its text declares the parameters
 
 
 def race_launch(shape: Shape) -> Launch:
@@ -59,65 +59,57 @@ def race_launch(shape: Shape) -> Launch:
     return launch
 
 
-def signature(launch: Launch, constants: list[str]) -> dict[str, str]:
-    """Return the types of a launch's arguments as Triton spells them, without the constants."""
-    return {name: triton_type(value) for name, value in launch.args.items() if name not in constants}
+def signature(launch: Launch, constants: Collection[str] = ("STAGES",)) -> dict[str, str]:
+    """Return the types of a launch's arguments as Triton spells them."""
+    return {name: "constexpr" if name in constants else triton_type(value) for name, value in launch.args.items()}
 
 
 def compile_text(source: str, shape: Shape = LONG) -> Kernel:
-    """Compile a student's file in a process of its own, and read what it became.
-
-    Args:
-        source: the text of the file.
-        shape: its block, slots and head dimension are constants of the kernel.
-
-    Raises:
-        Refused: the file is none of kernels, does not compile, or its machine code does what it may not.
-    """
+    """Compile a student's file for a shape's block, slots and head dimension in a process of its own, and read what it became."""
     with tempfile.TemporaryDirectory(prefix="race-") as folder:
-        Path(folder, "request.json").write_text(json.dumps({"source": source, "shape": asdict(shape)}))
         kept = ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "TRITON_PTXAS_PATH", "LANG", "PYTHONPATH")
         environment = {name: os.environ[name] for name in kept if name in os.environ}
         environment |= {"HOME": folder, "TMPDIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", "instructor.grading.race.compiling", folder]
+        answer = Path(folder, "answer.json")
+        command = [sys.executable, "-m", "instructor.grading.race.compiling", str(answer)]
+        request = json.dumps({"source": source, "shape": asdict(shape)})
         try:
             ended = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=COMPILE_SECONDS
+                command,
+                input=request,
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=COMPILE_SECONDS,
             )
         except subprocess.TimeoutExpired:
             raise Refused(f"{FILE} did not compile within {COMPILE_SECONDS:.0f} s.") from None
-        answer = Path(folder, "answer.json")
         if ended.returncode or not answer.is_file():
             lines = [line for line in ended.stderr.splitlines() if line.strip()]
-            raise Refused(f"{FILE} does not compile: {' '.join(lines[-2:])[:400]}")
-        facts = json.loads(answer.read_text())
-        if facts.get("refused"):
-            raise Refused(str(facts["refused"])[:600])
-        return read_machine_code(facts, Path(folder, "kernel.cubin").read_bytes())
+            raise Refused(f"{FILE} does not compile: {' '.join(lines[-2:])[:600]}")
+        try:
+            return read_machine_code(json.loads(answer.read_text()))
+        except (ValueError, KeyError, TypeError, subprocess.CalledProcessError):  # a file may have reached Python
+            raise Refused(f"what became of {FILE} cannot be read.") from None
 
 
-def read_machine_code(facts: dict, cubin: bytes) -> Kernel:
-    """Return a compiled kernel, or raise Refused if it needs or does what this race does not give.
-
-    Args:
-        facts: what the compiler's process wrote: name, shared, num_warps, descriptors, and sizes that have to be 0.
-        cubin: the machine code.
-    """
+def read_machine_code(facts: dict) -> Kernel:
+    """Return a kernel by what the compiler's process wrote; raise Refused if it needs or does what this race does not give."""
     for what in ("global_scratch_size", "profile_scratch_size"):
         if facts[what]:
             raise Refused("the kernel asks for memory of its own: descriptors may not be made in the kernel.")
     if facts["launch_pdl"] or facts["launch_cooperative_grid"] or facts["num_ctas"] != 1:
         raise Refused("the kernel asks for another kind of launch than the question's.")
-    name, shared, warps = str(facts["name"]), int(facts["shared"]), int(facts["num_warps"])
-    if not (re.fullmatch(r"\w+", name) and 0 <= shared <= MAX_SHARED and 0 < warps <= MAX_WARPS):
-        raise Refused(f"the kernel asks for {shared} bytes of shared memory and {warps} warps: more than an SM has.")
+    cubin = bytes.fromhex(facts["cubin"])
     found = sorted({code for code in opcodes(cubin) if _BY_ADDRESS.fullmatch(code)})
     if found:
         words = "its tensors come as descriptors, and memory is reached through those alone"
         raise Refused(f"the kernel's machine code has {', '.join(found)}: {words}.")
-    return Kernel(name, shared, warps, cubin, json.dumps(facts["descriptors"]))
+    numbers = int(facts["shared"]), int(facts["num_warps"])  # the driver refuses more than an SM has
+    return Kernel(str(facts["name"]), *numbers, cubin, facts["descriptors"], facts["ptx"])
 
 
 def opcodes(cubin: bytes) -> set[str]:
@@ -131,26 +123,21 @@ def opcodes(cubin: bytes) -> set[str]:
 # ---- the process that compiles ---------------------------------------------------------------------------------------
 
 
-def _answer(folder: Path) -> None:
-    """Compile what a folder's request asks for, and write machine code and facts there."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_GB << 30, MEMORY_GB << 30))
-    request = json.loads((folder / "request.json").read_text())
+def _answer(request: dict) -> dict:
+    """Compile what a request asks for; return the facts that `read_machine_code` reads."""
     launch = race_launch(Shape(**request["shape"]))
-    try:
-        kernel = getattr(load_kernels(request["source"], launch), launch.kernel)
-    except Exception as error:  # whatever the file does, its author should read
-        (folder / "answer.json").write_text(json.dumps({"refused": str(error) or type(error).__name__}))
-        return
-    constants = [p.name for p in kernel.params if p.is_constexpr]
-    built = offline.compile_gluon(
-        kernel, signature(launch, constants), {name: launch.args[name] for name in constants}, num_warps=4
-    )
+    kernel = getattr(load_kernels(request["source"], launch), launch.kernel)
+    constants = {p.name: launch.args[p.name] for p in kernel.params if p.is_constexpr}
+    built = offline.compile_gluon(kernel, signature(launch, constants), constants)
     numbers = ("global_scratch_size", "profile_scratch_size", "launch_pdl", "launch_cooperative_grid", "num_ctas")
     facts = {name: getattr(built.metadata, name, 0) for name in (*numbers, "name", "shared", "num_warps")}
-    (folder / "kernel.cubin").write_bytes(built.asm["cubin"])
-    facts["descriptors"] = built.metadata.tensordesc_meta
-    (folder / "answer.json").write_text(json.dumps(facts))
+    facts |= {"descriptors": built.metadata.tensordesc_meta, "ptx": built.asm["ptx"]}
+    return {**facts, "cubin": built.asm["cubin"].hex()}
 
 
 if __name__ == "__main__":
-    _answer(Path(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_GB << 30, MEMORY_GB << 30))
+    try:
+        Path(sys.argv[1]).write_text(json.dumps(_answer(json.load(sys.stdin))))
+    except Exception as error:  # whatever the file does, its author should read
+        sys.exit(str(error) or type(error).__name__)

@@ -84,13 +84,7 @@ def draw_inputs(shape: Shape, seed: int, device: torch.device | str) -> tuple[to
 
 
 def rows_to_read(shape: Shape, seed: int, lot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (heads, rows) to read of a call's output: some of every tile by lot, and the special ones of its inputs.
-
-    Args:
-        shape: the call's shape.
-        seed: of the call's inputs.
-        lot: the draw of the rows.
-    """
+    """Return (heads, rows) to read of a call's output: some of every tile by `lot`, and the special ones of its inputs by `seed`."""
     drawing = torch.Generator().manual_seed(lot)
     starts = torch.arange(0, shape.queries, TILE_ROWS)
     sizes = (shape.queries - starts).clamp(max=TILE_ROWS)
@@ -102,13 +96,13 @@ def rows_to_read(shape: Shape, seed: int, lot: int) -> tuple[torch.Tensor, torch
 
 
 def reference_rows(
-    shape: Shape, seed: int, heads: torch.Tensor, rows: torch.Tensor, device: torch.device | str
+    shape: Shape, inputs: tuple[torch.Tensor, ...], heads: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Compute rows of attention in float64, (rows, D), from the seed alone."""
-    q, k, v = draw_inputs(shape, seed, device)
-    expected = torch.empty(len(rows), shape.head_dim, dtype=torch.float64, device=device)
+    """Compute rows of attention in float64, (rows, D)."""
+    q, k, v = inputs
+    expected = torch.empty(len(rows), shape.head_dim, dtype=torch.float64, device=q.device)
     for head in range(shape.heads):
-        chosen = (heads == head).nonzero().flatten().to(device)
-        scores = q[0, head, rows.to(device)[chosen]].double() @ k[0, head].double().T / math.sqrt(shape.head_dim)
+        chosen = heads == head
+        scores = q[0, head, rows[chosen]].double() @ k[0, head].double().T / math.sqrt(shape.head_dim)
         expected[chosen] = torch.softmax(scores, -1) @ v[0, head].double()
     return expected

@@ -16,6 +16,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from utils.files import ROOT
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 # CLONE_NEW* of <linux/sched.h>: bits 17 and 26 to 30
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
@@ -96,27 +98,11 @@ def _make_read_only(target: str) -> None:
     _expect_zero(result, f"mount_setattr {target}")
 
 
-def _uncovering_folder(needed: list[str]) -> str:
-    """A folder over which a mount can go without hiding any of the paths that are needed."""
-    for folder in ("/tmp", "/mnt", "/media", "/srv", "/opt", "/home", "/var"):
-        if os.path.isdir(folder) and not any(path == folder or path.startswith(folder + "/") for path in needed):
-            return folder
-    raise OSError("no folder is free to build a root in: the environment is below each of /tmp, /mnt and /srv")
-
-
-def build_root(visible: list[str], assets: str, hidden: list[str], limits: Limits, walls: dict[str, str]) -> None:
-    """Make a root folder with only what a submission may see, read-only except for its scratch folder, and enter it.
-
-    Args:
-        visible: folders and files that keep their place.
-        assets: a folder that keeps its place, and is in the scratch folder, too, where students have it.
-        hidden: folders that an empty one covers where a visible folder contains them.
-        limits: the sizes of the scratch folders, and whether GPUs are visible.
-        walls: wall -> what it stands by; this function adds to it.
-    """
+def build_root(root: str, limits: Limits, walls: dict[str, str]) -> None:
+    """Make a root in an empty folder with only what a submission may see, read-only but for its scratch folder, and enter it."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    visible = [*visible, assets]
-    root = _uncovering_folder([*visible, os.getcwd()])
+    assets = str(ROOT / "assets")  # also in the scratch folder, where students have it
+    visible = [*visible_paths(), str(ROOT / "utils"), assets]
     _mount("root", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=4m,mode=755")
     # First, since a visible path may be below /tmp.
     for folder, size in ((SCRATCH, limits.scratch_mb), ("/tmp", limits.scratch_mb), ("/out", limits.output_mb)):
@@ -130,7 +116,7 @@ def build_root(visible: list[str], assets: str, hidden: list[str], limits: Limit
         elif os.path.exists(path) and not any(path == b or path.startswith(b + "/") for b in bound):
             _bind(path, root + path)
             bound.append(path)
-    for path in hidden:
+    for path in hidden_paths():
         if os.path.isdir(root + path):
             _mount("hidden", root + path, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k")
     os.makedirs(f"{root}/dev/shm")
@@ -253,9 +239,7 @@ def _number(name: str) -> int:
 def filter_calls(walls: dict[str, str], gpu: bool = False) -> None:
     """Refuse system calls that no lab needs, and internet sockets, which a network namespace only leaves useless.
 
-    Args:
-        walls: wall -> what it stands by; this function adds to it.
-        gpu: allow the memory without a name that CUDA's driver asks for.
+    With `gpu` memory without a name is allowed, since CUDA's driver asks for it.
     """
     if platform.machine() not in _ARCHITECTURES:
         walls["system calls"] = f"none ({platform.machine()} is not known)"
@@ -298,3 +282,16 @@ def visible_paths() -> list[str]:
     if os.path.isdir("/sys/devices/system/cpu"):
         paths.append("/sys/devices/system/cpu")
     return [p for p in paths if os.path.exists(p) and p not in ("/", "/home", "/root")]
+
+
+def hidden_paths() -> list[str]:
+    """Paths that an empty folder covers where a visible one contains them.
+
+    These are the instructor's files, and each copy of them that is installed next to the libraries.
+    """
+    paths = [ROOT / name for name in ("instructor", "tests", "build", "submitted")]
+    libraries = [Path(entry) for entry in sys.path if entry]
+    for prefix in map(Path, dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, "/usr", "/usr/local"))):
+        libraries += [*prefix.glob("lib*/python3*/site-packages"), *prefix.glob("lib/python3*/dist-packages")]
+    paths += [folder / "instructor" for folder in libraries if (folder / "instructor").is_dir()]
+    return list(dict.fromkeys(name for path in paths for name in (str(path), os.path.realpath(path))))

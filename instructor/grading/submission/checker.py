@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,8 +20,8 @@ import numpy as np
 import torch
 
 from instructor.checks.common import draw_for
-from instructor.grading.submission.beside import put_behind_walls, refuse_to_run
 from instructor.grading.submission.exceptions import explain
+from instructor.grading.submission.library import put_behind_walls
 from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
 from instructor.grading.submission.plan import Step, Unreadable, make_plan, not_graded, python_of, question_title
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
@@ -41,10 +40,7 @@ _WHY_GONE = {
 class Checker:
     """Grades one submission.
 
-    Args:
-        job: the lab's notebooks, the submission and the limits.
-        base: the notebook's names after the setup.
-        start: starts a student's process; with `clean=True` one that gets no cell of theirs.
+    `base` has the notebook's names after the setup; `start` starts a student's process, with `clean=True` one for no cell of theirs.
     """
 
     def __init__(self, job: Job, base: dict, start: Callable[..., Remote]):
@@ -59,8 +55,6 @@ class Checker:
         self.restarts = 0
         self.remote: Remote | None = None  # None once there were too many restarts
         self.clean: Remote | None = None  # of the test cell
-        self.student_texts: list[str] = []  # of files that are answers to the question that is tested
-        self.testing = False
 
     def grade(self) -> SubmissionResult:
         """Run and test every cell of the submission."""
@@ -74,7 +68,8 @@ class Checker:
             self._prepare()
             for name, text in plan.files.items():
                 Path(self.folder, name).write_text(text, encoding="utf-8")
-            self._start_student()
+            self.remote = self.start()
+            self.walls = self.remote.walls
             stages = {"student": self._run, "tests": self._test, "skipped": self._show_as_submitted}
             for step in plan.steps:
                 if step.kind in stages:
@@ -105,11 +100,6 @@ class Checker:
 
     # ---- the student's process -------------------------------------------------------------------------------
 
-    def _start_student(self) -> None:
-        """Start a student's process in which no cell has run."""
-        self.remote = self.start()
-        self.walls = self.remote.walls
-
     def _stop_student(self) -> None:
         if self.remote is not None:
             self.remote.close()
@@ -122,7 +112,7 @@ class Checker:
             self._stop_student()
             if self.restarts > MAX_RESTARTS or time.monotonic() >= self.ends:
                 return
-            self._start_student()
+            self.remote = self.start()
             try:
                 for step in self.ran:
                     self._run_there(step)
@@ -181,7 +171,6 @@ class Checker:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         os.chdir(self.folder)
-        sys.addaudithook(refuse_to_run(self.student_texts, lambda: self.testing))
 
     def _run_elsewhere(self, module: str, name: str, args: tuple, kwargs: dict):
         """Run a function of the course, which takes a student's text, in a process where no cell of theirs has run."""
@@ -208,7 +197,7 @@ class Checker:
             return
         try:
             self.remote.within(self._left())
-            full = bool(self.remote.ask({"op": "room"})[0].get("exhausted"))
+            full = bool(self.remote.ask({"op": "run", "source": ""})[0].get("exhausted"))
         except Gone:
             full = True
         if full:
@@ -233,14 +222,11 @@ class Checker:
     def _test_at_distance(self, remote: Remote, step: Step) -> tuple[str, str, str]:
         """Run a check in this process, on proxies of the student's functions."""
         names = {**self.base, "__name__": "__main__"}
-        names.update(remote.get(step.needs.names))
-        self.student_texts.clear()
+        names.update(remote.values(step.needs.names, new=True))
         for name in step.needs.files:  # answers that are files
             Path(self.folder, Path(name).name).unlink(missing_ok=True)  # another question's test may have left one
-            text = (remote.fetch(name) or b"").decode(errors="replace")
-            self.student_texts += [text] if text.strip() else []
+            remote.fetch(name)
         shown, verdict = io.StringIO(), ("passed", "")
-        self.testing = True
         try:
             with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(io.StringIO()):
                 exec(compile(python_of(step.source) or "", f"<tests of {step.name}>", "exec"), names)
@@ -249,7 +235,6 @@ class Checker:
         except BaseException as error:
             verdict = explain(error)
         finally:
-            self.testing = False
             if self.clean is not None:
                 self.clean.close()
                 self.clean = None

@@ -6,7 +6,6 @@ import contextlib
 import json
 import linecache
 import os
-import socket
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -23,9 +22,8 @@ from instructor.grading.wire.channel import Channel
 class Enclosure:
     """A student's process while its walls go up, before the first line of a submission runs."""
 
-    control: int  # descriptor of the channel to the checker
-    report: int  # descriptor of the pipe that tells the warden which walls stand
-    folder: str  # where it works if it cannot have a root of its own
+    channel: Channel  # to the checker
+    folder: str  # an empty one: its root is built there, or it works there if it cannot have one
     warm: Warm
     clean: bool = False  # for a file's text, in place of the notebook's cells: it has no use for the setup's names
     walls: dict[str, str] = field(default_factory=dict)  # wall -> what it stands by, or "none" and why
@@ -33,17 +31,17 @@ class Enclosure:
     user: int = field(default_factory=lambda: 61000 + os.getpid() % 4000)  # taken before it is number 1 of a namespace
 
     def run(self) -> NoReturn:
-        """Raise the walls one after the other, tell the warden, and become the student's process."""
+        """Raise the walls one after the other, tell the checker, and become the student's process."""
         try:
-            self.raise_walls()
-            if not self.clean:
-                self.warm.names()
-            os.write(self.report, json.dumps(self.walls).encode())
-            os.close(self.report)
-            self._become_student()
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                os.write(self.report, json.dumps({"all": f"none: {error!r}"}).encode())
+            try:
+                self.raise_walls()
+                if not self.clean:
+                    self.warm.names()
+            except BaseException as error:
+                self.walls = {"all": f"none: {error!r}"}
+            self.channel.send({"walls": self.walls})
+            if "all" not in self.walls:
+                self._become_student()
         finally:
             os._exit(1)
 
@@ -57,7 +55,7 @@ class Enclosure:
         self._build_root()  # makes mounts, which needs the privileges of the new mount namespace
         if self.walls.get("processes") == "namespace":  # it begins with the next child, whose end ends all in there
             if first := os.fork():
-                self._close_pipes()
+                self.channel.close()
                 os.waitpid(first, 0)
                 os._exit(0)
             walls.die_with_parent()
@@ -67,7 +65,7 @@ class Enclosure:
         self._drop_privileges()  # after everything that needs them
         # As the user without privileges: the first process, which stays to collect those that end, may not outrank the student.
         if self.walls.get("processes") == "namespace" and (child := os.fork()):
-            self._close_pipes()
+            self.channel.close()
             _reap_until(child)
         self._settle()  # makes files, which belong to the new user
         walls.filter_calls(self.walls, limits.gpu)  # last: the steps above make calls that the filter refuses
@@ -75,16 +73,15 @@ class Enclosure:
     def _close_descriptors(self) -> None:
         """Keep nothing open that belongs to the warden."""
         for name in os.listdir("/proc/self/fd"):
-            if int(name) not in {self.control, self.report, 0, 1, 2}:
+            if int(name) not in {self.channel.sock.fileno(), 0, 1, 2}:
                 with contextlib.suppress(OSError):
                     os.close(int(name))
 
     def _build_root(self) -> None:
         """Enter a root folder that holds only what a submission may see; without one, work in a private folder."""
         if self.own_root:
-            options = self.warm.options
             try:
-                walls.build_root(options.visible, options.assets, options.hidden, options.limits, self.walls)
+                walls.build_root(self.folder, self.warm.options.limits, self.walls)
             except OSError as error:
                 self.walls["files"] = f"none ({error})"
                 self.own_root = False
@@ -129,19 +126,14 @@ class Enclosure:
         os.close(output)
         self.walls["output"] = f"{self.warm.options.limits.output_mb} MB a cell kept at most"
 
-    def _close_pipes(self) -> None:
-        for descriptor in (self.control, self.report):
-            os.close(descriptor)
-
     def _become_student(self) -> None:
         shell = self.warm.shell
         shell.starting_dir = os.getcwd()
-        channel = Channel(socket.socket(fileno=self.control))
-        hide(self.warm.options.answers)
+        hide(self.warm.options.lab)
         linecache.clearcache()  # it names the grader's files
         for name in [n for n in sys.modules if n == "instructor" or n.startswith("instructor.")]:
             del sys.modules[name]
-        student.Student(channel, shell).serve()
+        student.Student(self.channel, shell).serve()
 
 
 def _reap_until(child: int) -> NoReturn:

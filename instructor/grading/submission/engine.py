@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import distributions
 from pathlib import Path
 
 import nbformat
@@ -25,10 +27,8 @@ import nbformat
 from instructor.build import ROOT, Built
 from instructor.course import answered_notebook
 from instructor.grading.sandbox import walls
-from instructor.grading.submission.library import ANSWERS
 from instructor.grading.submission.plan import not_graded
 from instructor.grading.submission.results import GradingError, Job, SubmissionResult, WarmUp, how_it_ended
-from instructor.grading.submission.sources import fingerprint
 from instructor.grading.wire.channel import Channel, Closed, TooLate
 from utils.files import write_whole
 
@@ -37,6 +37,9 @@ KEPT = (
     *("LANG", "LC_ALL", "TZ", "PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "XPU_DEVICE"),
     *("TRITON_PTXAS_PATH", "PYTHONDONTWRITEBYTECODE"),
 )
+# What decides a grade, beside the lab and its hidden checks.
+FOLDERS = ("utils", "instructor/grading/sandbox", "instructor/grading/submission", "instructor/grading/wire")
+LIBRARIES = ("torch", "triton", "transformers", "numpy", "pandas", "nbformat", "ipython")
 WARM_SECONDS = 600.0  # limit for the start of a warm process
 CALIBRATION_SECONDS = 3600.0  # limit for grading the model answers once
 CALIBRATION_CELL = 300.0  # limit for one cell of them, or the tests of one question
@@ -70,11 +73,8 @@ class Zygote:
         )
         theirs.close()
         self.channel = Channel(ours)
-        visible, assets = [*walls.visible_paths(), str(ROOT / "utils")], str(ROOT / "assets")
-        answers = dict(ANSWERS.get(built.name, {}))
-        warm_up = WarmUp(setup_cells(built), self.folder.name, visible, assets, hidden_paths(), limits, answers)
         try:
-            self.channel.send({"op": "warm up"}, [pickle.dumps(warm_up)])
+            self.channel.send({"op": "warm up"}, [pickle.dumps(WarmUp(built.name, setup_cells(built), limits))])
             self.channel.receive(time.monotonic() + WARM_SECONDS)
         except (Closed, TooLate):
             words = self._last_words()
@@ -139,19 +139,6 @@ class Zygote:
         self.folder.cleanup()
 
 
-def hidden_paths() -> list[str]:
-    """Paths that no student's process may see although a visible folder contains them.
-
-    These are the instructor's files, and each copy of them that is installed next to the libraries.
-    """
-    paths = [ROOT / name for name in ("instructor", "tests", "build", "submitted")]
-    libraries = [Path(entry) for entry in sys.path if entry]
-    for prefix in map(Path, dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, "/usr", "/usr/local"))):
-        libraries += [*prefix.glob("lib*/python3*/site-packages"), *prefix.glob("lib/python3*/dist-packages")]
-    paths += [folder / "instructor" for folder in libraries if (folder / "instructor").is_dir()]
-    return list(dict.fromkeys(name for path in paths for name in (str(path), os.path.realpath(path))))
-
-
 def setup_cells(built: Built) -> list[tuple[str, str]]:
     """(id, source) of the code cells before the first answer, which are the same for every submission."""
     cells = []
@@ -189,15 +176,11 @@ def calibrate(built: Built, limits: walls.Limits | None = None) -> SubmissionRes
     """Grade the model answers: they have to get every point, and tell how long a submission takes.
 
     `GradingError` names the ones that do not. The result is kept in `build/grading`, and holds until something changes
-    that decides a grade (`sources.fingerprint`).
-
-    Args:
-        built: the lab.
-        limits: what a submission may use.
+    that decides a grade (`fingerprint`).
     """
     limits = limits or walls.Limits()
-    if (known := known_calibration(built, limits)) is not None:
-        return known
+    if (path := calibration_path(built, limits)).is_file():
+        return SubmissionResult.from_json(json.loads(path.read_text(encoding="utf-8")))
     answers = answered_notebook(built).encode()
     job = Job(built, "model answers", answers, CALIBRATION_CELL, CALIBRATION_SECONDS)
     result = zygote(built, limits).grade(job, CALIBRATION_SECONDS)
@@ -205,19 +188,36 @@ def calibrate(built: Built, limits: walls.Limits | None = None) -> SubmissionRes
     if wrong:
         words = "\n".join(f"  {name}: {cell.message}" for name, cell in wrong.items())
         raise GradingError(f"the model answers of {built.name} do not pass on this machine:\n{words}")
-    write_whole(_calibration_path(built, limits), json.dumps(asdict(result), indent=1))
+    write_whole(path, json.dumps(asdict(result), indent=1))
     return result
 
 
-def known_calibration(built: Built, limits: walls.Limits) -> SubmissionResult | None:
-    """The calibration of a lab if there is one; nothing is graded."""
-    path = _calibration_path(built, limits)
-    return SubmissionResult.from_json(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-
-
-def _calibration_path(built: Built, limits: walls.Limits) -> Path:
+def calibration_path(built: Built, limits: walls.Limits) -> Path:
+    """Where the result of a lab's model answers is kept, once they were graded."""
     kind = "-gpu" if limits.gpu else ""
     return ROOT / "build" / "grading" / f"{built.name}-{fingerprint(built)}{kind}.json"
+
+
+def fingerprint(built: Built) -> str:
+    """A hash of all that decides a grade of a lab: the lab, its hidden checks, the course's package, the checker, and the libraries.
+
+    The whole package counts and not only what the lab imports: a run more after a change costs a minute, and a grade by
+    checks of before costs trust. What only a submission imports is not part of it.
+    """
+    return hashlib.sha256(f"{_sources(built.name)}{built.instructor}".encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _sources(lab: str) -> str:
+    """A hash of the files and versions that this process was started with."""
+    checks = ROOT / "instructor" / "checks"
+    files = [*checks.glob("*.py"), *(checks / lab).rglob("*.py")]
+    files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    versions = [found.version for name in LIBRARIES for found in distributions(name=name)]
+    digest = hashlib.sha256(f"{sys.version} {versions}".encode())
+    for path in sorted(files):
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 # ---- grading -----------------------------------------------------------------------------------------------------
@@ -231,15 +231,7 @@ def grade_notebook(
     student: str = "student",
     limits: walls.Limits | None = None,
 ) -> SubmissionResult:
-    """Grade one submission, isolated.
-
-    Args:
-        built: the lab.
-        notebook: the submission, as text or as the bytes of its file.
-        timeout: seconds that one cell, or the tests of one question, may take.
-        student: who handed it in.
-        limits: what the submission may use.
-    """
+    """Grade one submission, isolated; `timeout` is in seconds for one cell, and for the tests of one question."""
     limits = limits or walls.Limits()
     calibration = calibrate(built, limits)
     data = notebook.encode("utf-8", errors="surrogatepass") if isinstance(notebook, str) else notebook

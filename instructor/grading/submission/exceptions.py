@@ -43,11 +43,7 @@ def explain(error: BaseException) -> tuple[str, str]:
 
 
 def error_with_lines(fields: dict) -> BaseException:
-    """Rebuild a student's exception, of the nearest type known here, with the student's lines that it went through.
-
-    Args:
-        fields: what `describe_error` gave; it comes from the student's process, which may have forged it.
-    """
+    """Rebuild what `describe_error` gave, and may be forged: of the nearest type known here, with the student's lines in it."""
     error = nearest_error(fields["kinds"], str(fields["words"])[:MAX_WORDS])
     lines = [StudentLine(str(name), int(number), str(text)) for name, number, text in fields["lines"][-MAX_LINES:]]
     vars(error)["student_lines"] = lines

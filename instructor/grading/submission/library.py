@@ -1,17 +1,19 @@
-"""Functions of `utils` that are answers to a lab's questions: a student's code cannot call them while it is graded."""
+"""Functions of the course that are not what they are while a lab is graded: answers refuse, and runners of a student's text run elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
-Answers = Mapping[str, list[str]]  # module -> names in it
 _MASKS = ["causal", "sliding_window", "prefix_lm", "both", "either", "document_ids"]
 _SCORES = ["soft_cap", "alibi", "compose", "relative_bias"]
 _COSTS = ["attended_pairs"]
-ANSWERS: dict[str, Answers] = {
+# Functions of `utils` that are answers to a lab's questions: lab -> module -> names in it.
+ANSWERS: dict[str, dict[str, list[str]]] = {
     "lab1": {"utils.model.costs": _COSTS, "utils.kernels.gelu": ["gelu_unfused"]},
     "lab2_flexattention": {
         "utils.attention.masks": _MASKS,
@@ -21,22 +23,49 @@ ANSWERS: dict[str, Answers] = {
     },
     "lab4_sdpa": {"utils.model.costs": _COSTS},
 }
-
-
+# Functions that run a student's text in a process of their own; each test cell gets one where no cell of theirs has run.
+RUNNERS = {
+    "utils.checking.labs.lab1.triton_kernels": ("run_cases",),
+    "utils.checking.kernel_exercises": ("simulate_file", "compile_file", "run_file"),
+}
 WORDS = "{name} answers a question of this lab, so it cannot be used while the lab is graded. Write your own."
 
 
-def disable(function: types.FunctionType, name: str) -> None:
-    """Give a function code that refuses, in place: by whatever name it is reached, it is the same object."""
-    space: dict[str, Any] = {}
-    exec(f"def refuse(*args, **kwargs):\n    raise AssertionError({WORDS.format(name=name)!r})", space)
-    function.__code__, function.__defaults__, function.__kwdefaults__ = space["refuse"].__code__, None, None
+def hide(lab: str) -> None:
+    """Give the answers of a lab code that refuses, in place: by whatever name one is reached, it is the same object.
 
-
-def hide(answers: Answers) -> None:
-    """Disable the functions in this process. Nothing that the course does for a student while a lab is graded needs them."""
-    for module, names in answers.items():
+    Nothing that the course does for a student while the lab is graded needs them.
+    """
+    for module, names in ANSWERS.get(lab, {}).items():
         found = importlib.import_module(module)  # a student could import it later
         for name in names:
             if isinstance(function := vars(found).get(name), types.FunctionType):
-                disable(function, f"{module}.{name}")
+                words, space = WORDS.format(name=f"{module}.{name}"), dict[str, Any]()
+                exec(f"def refuse(*args, **kwargs):\n    raise AssertionError({words!r})", space)
+                function.__code__, function.__defaults__, function.__kwdefaults__ = space["refuse"].__code__, None, None
+
+
+def put_behind_walls(base: dict, runner: Callable) -> None:
+    """Replace the functions in their modules, in checks and in the notebook's names `base`, by ones that run elsewhere.
+
+    `runner(module, name, args, kwargs)` calls a function in a process without the student's cells.
+    """
+
+    def run_elsewhere(module: str, name: str) -> Callable:
+        def run(*args, **kwargs):
+            return runner(module, name, args, kwargs)
+
+        run.__name__ = name
+        return run
+
+    for module, names in RUNNERS.items():
+        with contextlib.suppress(ImportError):
+            owner = importlib.import_module(module)
+            for name in names:
+                before = getattr(owner, name)
+                after = run_elsewhere(module, name)
+                checks = [
+                    vars(m) for k, m in sys.modules.items() if k.startswith(("utils.checking", "instructor.checks"))
+                ]
+                for names_of in (vars(owner), base, *checks):  # checks that were loaded before hold the function, too
+                    names_of.update({key: after for key, value in names_of.items() if value is before})

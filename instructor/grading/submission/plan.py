@@ -18,14 +18,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from instructor.build import Built
-from instructor.grading.submission.harmless import (
-    MAX_ALL,
-    MAX_CELL,
-    harmless_attachments,
-    harmless_markdown,
-    shortened,
-    without_lost_pictures,
-)
+from instructor.grading.submission import harmless
 from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
 from instructor.grading.wire.channel import without_surrogates
 from instructor.names import FILE_CELL, bound_names, is_too_much, names_taken, python_of, used_names
@@ -49,9 +42,6 @@ class Needs(NamedTuple):
     files: list[str]  # files that come from the student
 
 
-NO_NEEDS = Needs([], [])
-
-
 @dataclass
 class Step:
     """One code cell of the merged notebook, or one that a person grades."""
@@ -66,7 +56,7 @@ class Step:
     by_hand: bool = False
     untouched: bool = False
     submitted: list = field(default_factory=list)  # skipped: the outputs that came with the submission
-    needs: Needs = NO_NEEDS  # of tests
+    needs: Needs = field(default_factory=lambda: Needs([], []))  # of tests
 
 
 @dataclass
@@ -139,33 +129,30 @@ def _squeezed(source: str) -> str:
 
 
 def make_plan(built: Built, submission: str | bytes) -> Plan:
-    """Merge a submission with the notebooks of its lab.
-
-    Args:
-        built: the lab.
-        submission: what a student handed in; `Unreadable` if it is no notebook.
-    """
+    """Merge a submission with the notebooks of its lab; `Unreadable` if it is no notebook."""
     original, released = read_built(built.instructor).cells, read_built(built.student)
     lab = _Lab(original, {cell.id: cell for cell in released.cells})
     merged = _merge(read_notebook(submission), lab)
     notebook = nbformat.v4.new_notebook(metadata=released.metadata)
     notebook.nbformat_minor = 5
     steps: list[Step] = []
-    section, taken, room = "", set(), MAX_ALL
+    section, taken, room = "", set(), harmless.MAX_ALL
     for number, (cell, known) in enumerate(merged):
         name = f"{known.id}" if known is not None else f"extra-{number}"
         node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
         taken.add(node.id)
         step = _step_of(cell, known, node, lab)
         if not (known is not None and node.source in (known.source, lab.released[known.id].source)):
-            node.source = shortened(node.source, min(room, MAX_CELL), "# " if node.cell_type == "code" else "")
+            node.source = harmless.shortened(
+                node.source, min(room, harmless.MAX_CELL), "# " if node.cell_type == "code" else ""
+            )
             room = max(0, room - len(node.source))
         if node.cell_type != "code" and not (known is not None and node.source == known.source):
-            node.source = harmless_markdown(node.source)
-            pictures = harmless_attachments(cell.get("attachments"))
+            node.source = harmless.harmless_markdown(node.source)
+            pictures = harmless.harmless_attachments(cell.get("attachments"))
             if pictures:
                 node["attachments"] = pictures
-            node.source = without_lost_pictures(node.source, pictures)
+            node.source = harmless.without_lost_pictures(node.source, pictures)
         if known is not None:
             node.metadata.update(json.loads(json.dumps(lab.released[known.id].metadata)))
         notebook.cells.append(node)
@@ -271,11 +258,7 @@ def _chosen(cell: dict, known: NotebookNode, released: dict):
 def _step_of(cell: dict, known: NotebookNode | None, node: NotebookNode, lab: _Lab) -> Step | None:
     """What to do with a merged cell; None for prose that nobody grades.
 
-    Args:
-        cell: the cell that was chosen, with the outputs that came along.
-        known: the lab's cell that it is, or None.
-        node: the cell in the merged notebook.
-        lab: the lab's cells.
+    `cell` was chosen, with the outputs that came along; `known` is the lab's cell that it is; `node` is in the merged notebook.
     """
     metadata = known.metadata.get("nbgrader", {}) if known is not None else {}
     grade, solution = bool(metadata.get("grade")), bool(metadata.get("solution"))

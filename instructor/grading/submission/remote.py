@@ -54,13 +54,7 @@ class CannotTravel(BaseException):
 
 
 class Remote:
-    """A student's process, as a checker uses it.
-
-    Args:
-        channel: to the process.
-        walls: wall -> what it stands by.
-        end: ends the process.
-    """
+    """A student's process, as a checker uses it; `walls` says what each wall stands by, and `end` ends the process."""
 
     def __init__(self, channel: Channel, walls: dict[str, str] | None = None, end: Callable = lambda: None):
         self.channel, self.walls, self.end, self.number = channel, walls or {}, end, 0
@@ -168,13 +162,10 @@ class Remote:
                 tensor.copy_(tensor == 0)
             self.versions[key] = tensor._version
 
-    def get(self, names: list[str]) -> dict:
-        """The student's values of these names, functions and objects as proxies; a new question begins."""
-        self.forget()
-        return self.values(names, True)
-
     def values(self, names: list[str], new: bool = False) -> dict:
-        """The student's values of these names, functions and objects as proxies."""
+        """The student's values of these names, functions and objects as proxies; `new` begins a question."""
+        if new:
+            self.forget()
         reply, blobs = self.ask({"op": "values", "names": names, "new": new})
         decode = self.decoder(blobs)
         with _reading():
@@ -263,15 +254,16 @@ class Remote:
                 raise _mark_as_students(RuntimeError(TOO_MANY))
             for watch, text in zip(watches, reply["seen"], strict=True):
                 update_watch(watch, text)
-            return self._conclude(reply, decode)
+            if reply["op"] == "raised":
+                raise _mark_as_students(error_with_lines(reply["error"]))
+            if reply["op"] != "result":
+                raise WireError("a reply that is neither a result nor an exception")
+            return decode(reply["value"])
 
-    def fetch(self, name: str) -> bytes | None:
-        """Bring a file of the student's process into this one's folder, as data; None if there is none."""
-        blobs = self.ask({"op": "file", "name": name})[1]
-        if len(blobs) != 1:
-            return None
-        Path(Path(name).name).write_bytes(blobs[0])
-        return bytes(blobs[0])
+    def fetch(self, name: str) -> None:
+        """Bring a file of the student's process into this one's folder, as data, if there is one."""
+        for blob in self.ask({"op": "file", "name": name})[1][:1]:
+            Path(Path(name).name).write_bytes(blob)
 
     def _take_effects(self, reply: dict, blobs: list) -> Decoder:
         """Leave behind what the call left, as a check sees it in one process; returns the decoder of the reply."""
@@ -287,14 +279,6 @@ class Remote:
         if isinstance(reply.get("shown"), str):
             self.shown.append(reply["shown"][:20_000])
         return decode
-
-    def _conclude(self, reply: dict, decode: Decoder):
-        """The result of a call; or raise what the call raised."""
-        if reply["op"] == "raised":
-            raise _mark_as_students(error_with_lines(reply["error"]))
-        if reply["op"] != "result":
-            raise WireError("a reply that is neither a result nor an exception")
-        return decode(reply["value"])
 
     def _serve(self, message: dict, blobs: list) -> None:
         """Answer the student's code, which called a function of the check or took the next item of its iterator."""

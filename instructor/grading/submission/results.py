@@ -52,26 +52,19 @@ class SubmissionResult:
 
     @classmethod
     def from_json(cls, fields: dict) -> SubmissionResult:
-        """Rebuild a result; `GradingError` if it is not well formed."""
-        try:
-            cells = {name: CellResult(**cell) for name, cell in fields["cells"].items()}
-            flags = tuple(Flag(**flag) for flag in fields["flags"])
-            return cls(**{**fields, "cells": cells, "flags": flags})
-        except (KeyError, TypeError, AttributeError) as error:  # of another version of this package
-            raise GradingError(f"a result is not well formed: {error}") from None
+        """Rebuild a result; a KeyError, TypeError or AttributeError if it is of another version of this package."""
+        cells = {name: CellResult(**cell) for name, cell in fields["cells"].items()}
+        flags = tuple(Flag(**flag) for flag in fields["flags"])
+        return cls(**{**fields, "cells": cells, "flags": flags})
 
 
 @dataclass(frozen=True)
 class WarmUp:
     """What a warm process needs before it can grade submissions of one lab."""
 
+    lab: str  # its name
     setup: list[tuple[str, str]]  # (id, source) of the code cells before the first answer
-    folder: str  # the warm process's working folder
-    visible: list[str]  # paths that a student's process may read
-    assets: str  # the folder that students have next to their notebook
-    hidden: list[str]  # folders that an empty one covers wherever a visible path contains them
     limits: Limits
-    answers: dict[str, list[str]]  # module of the course -> functions in it that a student may not call
 
 
 @dataclass(frozen=True)

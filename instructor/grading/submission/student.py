@@ -20,14 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from instructor.grading.sandbox.walls import SCRATCH, address_space
-from instructor.grading.submission.conditions import (
-    MAX_SEEN,
-    describe_watch,
-    no_modes,
-    sdpa_backends,
-    set_conditions,
-    watch_of,
-)
+from instructor.grading.submission import conditions
 from instructor.grading.submission.exceptions import describe_error, nearest_error, words_of
 from instructor.grading.submission.outputs import Outputs, Stream
 from instructor.grading.wire import vmaps
@@ -94,7 +87,7 @@ class Student:
     # ---- cells -----------------------------------------------------------------------------------------------
 
     def do_run(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Run a cell as Jupyter does."""
+        """Run a cell as Jupyter does, and say which resource the submission has nearly used up."""
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
         try:
@@ -154,10 +147,6 @@ class Student:
                     values[name] = self._handle(value)
         return {"op": "values", "values": values}, encode.blobs
 
-    def do_room(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Say which resource the submission's calls have nearly used up."""
-        return {"op": "room", "exhausted": exhausted_resource(self.folders, self.memory)}, []
-
     def do_replace(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Give names in the notebook other values, as a check asks."""
         self.shell.user_ns.update(self._decoder(blobs)(message["values"]))
@@ -166,7 +155,11 @@ class Student:
     def do_call(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Call an object of this side, under the watches and vmaps that the checker has on."""
         shown = self.outputs
-        with vmaps.leave_levels(), no_modes(), uncompiled_flex():  # a callback may ask in the middle of another call
+        with (
+            vmaps.leave_levels(),
+            conditions.no_modes(),
+            uncompiled_flex(),
+        ):  # a callback may ask in the middle of another call
             try:
                 return self._call(message, blobs)
             finally:
@@ -179,17 +172,17 @@ class Student:
         target = message["target"]
         target = self.objects[target] if type(target) is int else decode(target)
         args, kwargs = decode(message["args"]), decode(message["kwargs"])
-        conditions = message["conditions"]
-        watches = [watch_of(text) for text in conditions["watches"]]
+        asked = message["conditions"]
+        watches = [conditions.watch_of(text) for text in asked["watches"]]
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
         raised = value = None
         with contextlib.ExitStack() as stack:
-            set_conditions(stack, conditions)
+            conditions.set_conditions(stack, asked)
             for watch in watches:
                 stack.enter_context(watch)
             stack.enter_context(warnings.catch_warnings())  # what a call leaves is told below, and undone
-            if conditions["silent"]:
+            if asked["silent"]:
                 warnings.simplefilter("ignore")
             filters = list(warnings.filters)
             try:
@@ -199,7 +192,7 @@ class Student:
                     raise
                 raised = error
             finally:
-                left = [sdpa_backends() != conditions["sdpa"], list(warnings.filters) != filters]
+                left = [conditions.sdpa_backends() != asked["sdpa"], list(warnings.filters) != filters]
         reply: dict = {"op": "raised" if raised is not None else "result"}
         encode = self._encoder()
         if raised is not None:
@@ -207,8 +200,8 @@ class Student:
         else:
             reply["value"] = encode(value)
         reply["written"] = self._written()
-        seen = [describe_watch(watch) for watch in watches]
-        reply["seen"] = seen if sum(map(len, seen)) <= MAX_SEEN else None
+        seen = [conditions.describe_watch(watch) for watch in watches]
+        reply["seen"] = seen if sum(map(len, seen)) <= conditions.MAX_SEEN else None
         reply["left"] = left
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return reply, encode.blobs
@@ -302,8 +295,7 @@ class Student:
     def _written(self, during: bool = False) -> list[int]:
         """The numbers of the checker's tensors that were written to here, moved to other memory or seen as another shape.
 
-        Args:
-            during: the call goes on. To read a GPU's memory is a copy, which a profiler of the student's would count: those wait for the end.
+        To read a GPU's memory is a copy, which a profiler of the student's would count: `during` a call those wait for its end.
         """
         profiled = during and torch.autograd._profiler_enabled()
         written = []
@@ -328,12 +320,7 @@ def memory_left() -> float:
 
 
 def exhausted_resource(folders: tuple[str, ...], memory: float) -> str:
-    """Say which resource (memory, threads, disk) the submission has nearly used up; an empty text if none.
-
-    Args:
-        folders: those that a submission may fill.
-        memory: bytes that were left before the first cell.
-    """
+    """Say which resource (memory, threads, disk) is nearly used up; "" if none. `memory` bytes were left before the first cell."""
     if memory_left() < 0.1 * memory < math.inf:
         return "its variables and threads hold nearly all the memory"
     threads = len(os.listdir("/proc/self/task"))

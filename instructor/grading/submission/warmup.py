@@ -1,4 +1,4 @@
-"""What a warm process does before its first fork: import the libraries, run the lab's setup, use what loads late."""
+"""What a warm process does before its first fork: import the libraries, and run the lab's setup."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from instructor.grading.submission.library import ANSWERS
 from instructor.grading.submission.outputs import Outputs
 from instructor.grading.submission.results import WarmUp
 
@@ -19,7 +20,7 @@ PRELOADED = (  # modules that labs and checks import
     *("utils.model", "transformers.models.gemma3.modeling_gemma3"),
 )
 # With a GPU a lab's setup runs in each fork and not here, and a process for a file of kernels runs none: it has these.
-BEFORE_SETUP = ("utils.checking.kernel_exercises", "utils.gluon_cpu.compiling")
+FOR_KERNELS = ("utils.checking.kernel_exercises", "utils.gluon_cpu.compiling")
 
 
 @dataclass
@@ -91,13 +92,15 @@ def warm_up(options: WarmUp) -> Warm:
     """
     os.environ.setdefault("MPLBACKEND", "Agg")
     # Answers of the course, too: what is loaded can be disabled.
-    for name in (*PRELOADED, *(BEFORE_SETUP if options.limits.gpu else ()), *options.answers):
+    for name in (*PRELOADED, *(FOR_KERNELS if options.limits.gpu else ()), *ANSWERS.get(options.lab, ())):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     warm = Warm(options, make_shell())
     if not options.limits.gpu:
         warm.base = warm.names()
-    exercise_libraries()
+    for name in FOR_KERNELS:  # what a fork would do again for each file of kernels: a third of a second
+        if name in sys.modules:
+            sys.modules[name].warm_up()
     sys.stdout.flush()
     # Native threads (torch's autograd keeps one) are idle here and hold no lock; Python's could.
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
@@ -106,31 +109,3 @@ def warm_up(options: WarmUp) -> Warm:
             f"threads run after the setup ({', '.join(threads)}): such a process cannot be forked safely"
         )
     return warm
-
-
-def exercise_libraries() -> None:
-    """Use everything once that loads itself at its first use, so that no fork has to load it again."""
-    import nbformat
-    import torch
-
-    from utils.checking import OperationWatch, check, expect_close, poisoned_memory
-
-    nbformat.v4.new_notebook()  # compiles the schema
-    state = torch.get_rng_state()
-    a = torch.randn(3, 3)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        with OperationWatch():
-            x = a.to(dtype)
-            torch.softmax(x @ x.T, dim=-1).sum(dim=1).clone().exp()
-    with poisoned_memory():
-        torch.empty(3)
-        torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3)
-    torch.nn.functional.gelu(torch.nn.functional.linear(a, a), approximate="tanh")
-    torch.vmap(torch.sum)(a)
-    if "torch.nn.attention.flex_attention" in sys.modules:  # a block mask needs it, and it takes seconds to import
-        importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
-    for name in ("utils.gluon_cpu.compiling", "utils.checking.kernel_exercises"):  # lab 3: forks simulate and compile
-        if name in sys.modules:
-            sys.modules[name].warm_up()
-    check("1.1")(lambda: expect_close(a, a + 1, rtol=0, atol=0))()
-    torch.set_rng_state(state)

@@ -44,7 +44,6 @@ def serve(descriptor: int) -> None:
     sock = socket.socket(fileno=descriptor)
     channel = Channel(sock)
     options: WarmUp = pickle.loads(channel.receive()[1][0])  # from the worker, which is trusted
-    os.chdir(options.folder)
     try:
         warm = warm_up(options)
     except RuntimeError as error:
@@ -74,13 +73,7 @@ def serve(descriptor: int) -> None:
 
 
 def _grade(descriptor: int, warm: Warm, warden: socket.socket) -> None:
-    """Run the checker's process, from fork to end.
-
-    Args:
-        descriptor: of the channel to the worker.
-        warm: what the warm process has.
-        warden: the socket to the warm process, which starts students' processes.
-    """
+    """Run the checker's process, from fork to end; `descriptor` is that of the channel to the worker."""
     try:
         faulthandler.enable()
         walls.first_to_go()  # a checker that a submission made large ends before anybody else does
@@ -106,15 +99,16 @@ def _ask_for_student(warden: socket.socket, clean: bool = False) -> Remote:
     ours, theirs = socket.socketpair()
     socket.send_fds(warden, [CLEAN if clean else START], [theirs.fileno()])
     theirs.close()
-    answer = Channel(warden).receive()[0]
-    if "all" in answer["walls"]:  # no fault of the submission
-        raise RuntimeError(f"a student's process could not be started: {answer['walls']['all']}")
+    process, channel = Channel(warden).receive()[0]["process"], Channel(ours)
 
     def end() -> None:
-        socket.send_fds(warden, [KILL + struct.pack("<I", answer["process"])], [])
+        socket.send_fds(warden, [KILL + struct.pack("<I", process)], [])
         Channel(warden).receive()
 
-    return Remote(Channel(ours), answer["walls"], end)
+    raised = channel.receive()[0]["walls"]
+    if "all" in raised:  # no fault of the submission
+        raise RuntimeError(f"a student's process could not be started: {raised['all']}")
+    return Remote(channel, raised, end)
 
 
 # ---- the warden --------------------------------------------------------------------------------------------------
@@ -125,13 +119,9 @@ START, CLEAN, KILL = b"s", b"c", b"k"
 
 
 def _be_warden(sock: socket.socket, warm: Warm, checker_process: int, worker: int) -> None:
-    """Start and end students' processes until the checker that asks has ended; this process runs no code of theirs.
+    """Start and end students' processes until the checker that asks by `sock` has ended; this process runs no code of theirs.
 
-    Args:
-        sock: the socket to the checker.
-        warm: what the students' processes inherit.
-        checker_process: the checker, which is ended when the worker closes its channel.
-        worker: descriptor of that channel.
+    When the worker closes its channel, whose descriptor is `worker`, the checker is ended.
     """
     folders: dict[int, str] = {}
     watch = select.poll()
@@ -155,19 +145,16 @@ def _be_warden(sock: socket.socket, warm: Warm, checker_process: int, worker: in
                 _kill(process, folders.pop(process, ""))
                 Channel(sock).send({"op": "ended"})
                 continue
-            report, write = os.pipe()
             folder = tempfile.mkdtemp(prefix="scratch-")
             process = os.fork()
             if process == 0:
-                os.close(report)
                 sock.close()
-                Enclosure(descriptors[0], write, folder, warm, clean=request[:1] == CLEAN).run()
-            for descriptor in (*descriptors, write):
+                channel = Channel(socket.socket(fileno=descriptors[0]))
+                Enclosure(channel, folder, warm, clean=request[:1] == CLEAN).run()
+            for descriptor in descriptors:
                 os.close(descriptor)
             folders[process] = folder
-            with os.fdopen(report, "rb") as pipe:
-                text = pipe.read(65536)
-            Channel(sock).send({"process": process, "walls": json.loads(text) if text else {"all": "none"}})
+            Channel(sock).send({"process": process})
     except (Closed, OSError):
         pass
     finally:

@@ -1,9 +1,6 @@
 """A channel between two processes: frames of JSON with raw bytes after it, whose sizes are checked before they are read.
 
 A frame is two lengths (8 bytes each, little-endian), a JSON header, and blobs such as the bytes of tensors.
-
-Not msgpack: it saves 80 us on a frame of 20 tensors and some twenty lines, but it puts another C parser in front of what
-a student's process sends, and needs every check below as well (sizes, depth, kinds of values).
 """
 
 from __future__ import annotations
@@ -44,12 +41,9 @@ class Channel:
         if len(header) > MAX_HEADER or total > MAX_BLOBS:
             raise WireError(f"a message of {len(header) + total:,} bytes is too large")
         for part in (struct.pack("<QQ", len(header), total) + header, *blobs):
-            self._write(part, deadline)
-
-    def _write(self, data, deadline: float | None) -> None:
-        view = memoryview(data)
-        while len(view):
-            view = view[self._try(self.sock.send, view[: 1 << 18], deadline) :]
+            view = memoryview(part)
+            while len(view):
+                view = view[self._try(self.sock.send, view[: 1 << 18], deadline) :]
 
     def _try(self, operation: Callable, argument, deadline: float | None):
         """What an operation on the socket returns before the deadline."""

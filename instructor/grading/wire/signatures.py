@@ -42,11 +42,7 @@ def _signature(parameters: object) -> inspect.Signature | None:
 class Proxy:
     """Hands its arguments to `call(args, kwargs)`, and none of the defaults.
 
-    Args:
-        call: is called with the arguments that were given.
-        name: what the function is called; an identifier.
-        parameters: its parameters, as `parameters_of` gives them; if they are not well formed, it takes any arguments.
-        names: its `__globals__`.
+    Its parameters are as `parameters_of` gives them, or else any; `names` are its `__globals__`.
     """
 
     _torchdynamo_disable = True  # torch.compile calls it, and does not look into it

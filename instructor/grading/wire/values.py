@@ -7,7 +7,6 @@ all. The other direction is in `pickles`.
 
 from __future__ import annotations
 
-import collections
 import fractions
 import math
 from collections.abc import Callable
@@ -83,14 +82,12 @@ class Encoder:
         if kind in (*CONTAINERS.values(), frozenset):
             name = next((name for name, known in CONTAINERS.items() if known is kind), "set")
             return ["items", name, [self(item, depth + 1) for item in value]]
-        if kind in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
+        if kind is dict:
             return ["dict", [[self(k, depth + 1), self(v, depth + 1)] for k, v in value.items()]]
         if kind is fractions.Fraction:
             return ["fraction", self(value.numerator, depth + 1), self(value.denominator, depth + 1)]
         if kind is torch.dtype:
             return ["dtype", str(value).removeprefix("torch.")]
-        if kind is torch.device:
-            return ["device", str(value)]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
@@ -214,9 +211,6 @@ class Decoder:
 
     def _read_dtype(self, depth, name):
         return DTYPES[name]
-
-    def _read_device(self, depth, name):
-        return torch.device(_exactly(name, str))
 
     def _read_numpy(self, depth, dtype, shape, scalar, index):
         kind = np.dtype(_exactly(dtype, str))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from instructor.build import build_lab
-from instructor.grading.race.race import Entry, Race, in_order, lines_of, model_answer
+from instructor.grading.race.race import Race, in_order, model_answer, table
 from instructor.points import lab_path
 from tests.instructor.grading.race_cheats import CHEATS, HONEST
 from utils.machine.environment import environment
@@ -50,7 +50,7 @@ def main() -> None:
 
     try:
         texts = honest | {name: f.text(model) for name, f in cheats.items()}
-        kernels = race.prepare_all([Entry(name, text) for name, text in texts.items()])
+        kernels = race.prepare_all(texts)
         record["seconds to compile"] = time.monotonic() - began
         for name in honest:
             run(name, "")
@@ -64,7 +64,7 @@ def main() -> None:
     print(f"{time.monotonic() - began:.0f} s, {record['seconds to compile']:.0f} of them to compile")
     print(f"{sum(bool(r['refused']) for r in record['cheats'])} of {len(record['cheats'])} cheats refused")
     print(f"{counted[True]} of {len(results)} honest runs of {len({r.student for r in results})} files refused")
-    print("\n".join(line[:200] for line in lines_of(in_order(results))[:12]))
+    print("\n".join(line[:200] for line in table(in_order(results))[1][:12]))
     print("\n".join(["wrong verdicts:", *(line[:300] for line in wrong[:12])]))
 
 

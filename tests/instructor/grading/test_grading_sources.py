@@ -1,12 +1,13 @@
 """What decides a grade decides whether a submission is graded again."""
 
 import shutil
+import types
 
 import pytest
 
 from instructor.build import ROOT, build_lab
-from instructor.grading.submission import sources
-from instructor.grading.submission.sources import fingerprint
+from instructor.grading.submission import engine
+from instructor.grading.submission.engine import fingerprint
 from instructor.points import lab_path
 
 
@@ -18,10 +19,12 @@ def lab1():
 @pytest.fixture
 def course(tmp_path, monkeypatch):
     """A copy of the folders that decide, in which a test may change files."""
-    for folder in (*sources.FOLDERS, "instructor/checks"):
+    for folder in (*engine.FOLDERS, "instructor/checks"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(sources, "ROOT", tmp_path)
-    return tmp_path
+    monkeypatch.setattr(engine, "ROOT", tmp_path)
+    engine._sources.cache_clear()
+    yield tmp_path
+    engine._sources.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -38,10 +41,12 @@ def test_the_fingerprint_follows_what_decides(lab1, course, name, changes):
     before = fingerprint(lab1)
     path = course / name
     path.write_text(path.read_text() + "\n# changed\n")
+    engine._sources.cache_clear()  # as in the next process
     assert (fingerprint(lab1) != before) == changes
 
 
-def test_a_new_version_of_a_library_changes_the_fingerprint(lab1, monkeypatch):
+def test_a_new_version_of_a_library_changes_the_fingerprint(lab1, course, monkeypatch):
     before = fingerprint(lab1)
-    monkeypatch.setattr(sources, "version", lambda library: "99")
+    monkeypatch.setattr(engine, "distributions", lambda name: [types.SimpleNamespace(version="99")])
+    engine._sources.cache_clear()
     assert fingerprint(lab1) != before

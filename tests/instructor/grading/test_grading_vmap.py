@@ -1,5 +1,6 @@
 """Functions called under vmap, and block masks, across two processes: as if both were one, and no forgery counts."""
 
+import ast
 import importlib
 import inspect
 import json
@@ -14,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, _get_mod_type, create_block_mask, create_mask, flex_attention
 
-from instructor.grading.submission.beside import put_behind_walls
+from instructor.build import ROOT
 from instructor.grading.submission.conditions import update_watch
+from instructor.grading.submission.library import RUNNERS, put_behind_walls
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.student import Student
 from instructor.grading.wire.block_masks import rebuild_block_mask
@@ -47,7 +49,7 @@ def across():
         remote = Remote(Channel(ours))
         remote.within(300)  # of all calls of a test, also on a machine that has much else to do
         started.append((process, remote))
-        found = remote.get(list(functions))
+        found = remote.values(list(functions), new=True)
         return [found[name] for name in functions] + [remote]
 
     yield start
@@ -282,7 +284,7 @@ def test_a_forged_reply_under_vmap_ends_the_question_and_not_the_run(change):
     theirs.close()
     remote = Remote(Channel(ours))
     remote.within(20)
-    f = remote.get(["f"])["f"]
+    f = remote.values(["f"], new=True)["f"]
     began = time.monotonic()
     with pytest.raises(Gone) as gone:
         torch.vmap(f)(torch.ones(3))
@@ -387,3 +389,31 @@ def test_checks_that_were_loaded_before_get_the_functions_that_run_behind_the_wa
                 monkeypatch.setattr(held, attribute, value)
     put_behind_walls(base := {"mine": before}, lambda *call: call[:2])
     assert check.held is base["mine"] is owner.simulate_file is not before
+
+
+def test_no_check_runs_a_students_text_or_starts_a_process():
+    """Only `RUNNERS` do, and they run behind the walls: a check runs where the tests are."""
+    running = {
+        "exec",
+        "eval",
+        "compile",
+        "import_file",
+        "load_kernels",
+        "simulate_failure",
+        "import_module",
+        "subprocess",
+    }
+    running |= {"system", "Popen", "posix_spawn", "execv", "run_path", "run_module", "get_ipython"}
+    found = []
+    for path in [*(ROOT / "instructor/checks").rglob("*.py"), *(ROOT / "utils/checking/labs").rglob("*.py")]:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "name", "") not in RUNNERS.get(
+                module, ()
+            ):
+                used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+                used |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)} - {
+                    "compile"
+                }  # of re and torch
+                found += [(module, node.lineno, name) for name in used & running]
+    assert not found
