@@ -15,7 +15,7 @@ BLOCK_K = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
 STEP = 16  # columns by which tiles of the persistent kernel differ
 GROUP_M = 8  # rows of tiles that are walked abreast, for the L2
 SPLITS = (1, 2, 3, 4, 6, 8)  # parts along K of a tile that would leave SMs idle
-AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters of so many blocks on an H100 or H200 with 132 SMs, as the driver says
+AT_ONCE = {2: 66, 4: 30}  # clusters of so many blocks on an H100 or H200 with 132 SMs, as the driver says
 
 
 def ceil_div(x: int, y: int) -> int:
