@@ -8,7 +8,7 @@ phase of its barriers belong to a load: a role counts its loads, and never compu
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from utils.attention.gluon.intervals import clean_interval, keep_interval, tile_entry, visible_interval
 from utils.attention.gluon.shared import aggregate, keep_columns, tma_load, uniform
@@ -35,7 +35,6 @@ class Ring:
         for i in gl.static_range(FIRST * self.LANES, BEHIND * self.LANES):
             mbarrier.init(self.full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
             mbarrier.init(self.empty.index(i), count=128 * self.READERS)  # every thread releases for itself
-        fence_async_shared()  # TMA completes a barrier through the async proxy, and may otherwise find it as it was before
 
     @gluon.jit
     def slot(self, i, lane=0):
@@ -95,10 +94,7 @@ def allocate_ring(
     ROWS: gl.constexpr = 0,
     READY: gl.constexpr = 0,
 ):
-    """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile.
-
-    ROWS: of a tile, if not a box's. READY: how many slots get their barriers now, if not all (`Ring.make_barriers`).
-    """
+    """A ring for tiles of a TMA descriptor, each read by READERS consumers. ROWS: of a tile, if not a box's. READY: slots that get barriers now, if not all."""
     count: gl.constexpr = SLOTS * LANES
     box: gl.constexpr = descriptor.block_type.shape
     rows: gl.constexpr = ROWS if ROWS > 0 else box[2]

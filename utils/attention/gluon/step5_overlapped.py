@@ -30,7 +30,7 @@ from collections.abc import Callable
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import first_block, start_output, step
@@ -175,6 +175,7 @@ def attention_step5(
     work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
     # A barrier takes 35 cycles to make. Those of the first loads are made; the others are while these loads are on their way.
     if CONSUMERS != 2:  # two lose by it over many rounds
+        fence_async_shared()  # TMA completes a barrier through the async proxy, and may otherwise find it as it was before
         t = todo.first()[1]
         load_block(work, (q_desc, k_desc, v_desc), t, work.place(t), 0, 0, 0, True)
     for ring in gl.static_range(3):

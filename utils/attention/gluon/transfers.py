@@ -17,12 +17,15 @@ def load_block(work, descriptors, t, place, i, it, j, with_queries):
     flat, row, _stop, _lo, hi, base = place
     batch, head, kv_head = work.heads_of(flat)
     key = base + (hi - 1 - j) * work.PLAN.block_n
-    work.k.load(it, k_desc, batch, kv_head, key)
+    if work.q.SLOTS == 1:
+        work.k.load(it, k_desc, batch, kv_head, key)
     if with_queries:
         work.q.load(i, q_desc, batch, head, row)
-        if not work.todo.is_part(t):
-            for w in gl.static_range(1, work.q.LANES):
-                work.q.load(i, q_desc, batch, head, row + w * work.q.tiles.shape[3], w)
+    if work.q.SLOTS == 2:  # of two tiles of Q one is free before K's slot is, and does not wait for that
+        work.k.load(it, k_desc, batch, kv_head, key)
+    if with_queries & (not work.todo.is_part(t)):
+        for w in gl.static_range(1, work.q.LANES):
+            work.q.load(i, q_desc, batch, head, row + w * work.q.tiles.shape[3], w)
     work.v.load(it, v_desc, batch, kv_head, key)
 
 
