@@ -27,6 +27,14 @@ class Ring:
     empty: gl.shared_memory_descriptor  # mbarriers: every thread that reads the tile has released it
     SLOTS: gl.constexpr
     LANES: gl.constexpr
+    READERS: gl.constexpr
+
+    @gluon.jit
+    def make_barriers(self, FIRST: gl.constexpr, BEHIND: gl.constexpr):
+        """Make the barriers of the slots from FIRST on, before BEHIND."""
+        for i in gl.static_range(FIRST * self.LANES, BEHIND * self.LANES):
+            mbarrier.init(self.full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
+            mbarrier.init(self.empty.index(i), count=128 * self.READERS)  # every thread releases for itself
 
     @gluon.jit
     def slot(self, i, lane=0):
@@ -53,22 +61,14 @@ class Ring:
         mbarrier.wait(self.empty.index(self.slot(i, lane)), self.phase(i) ^ 1)
 
     @gluon.jit
-    def expect(self, i, descriptor, lane=0, pred=True):
-        """Producer: announce the bytes of load number i; copies that arrive unannounced could complete the phase too early."""
-        mbarrier.expect(self.full.index(self.slot(i, lane)), descriptor.block_type.nbytes, pred=pred)
-
-    @gluon.jit
-    def copy(self, i, descriptor, batch, head, row, lane=0, pred=True):
-        """Producer: fetch rows from `row` on into load number i's slot, which is empty, and whose bytes are announced."""
-        slot = self.slot(i, lane)
-        tma_load(descriptor, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot), pred=pred)
-
-    @gluon.jit
     def load(self, i, descriptor, batch, head, row, lane=0):
         """Producer: fetch rows from `row` on into load number i's slot, as soon as that is empty."""
         self.wait_empty(i, lane)
-        self.expect(i, descriptor, lane)
-        self.copy(i, descriptor, batch, head, row, lane)
+        slot = self.slot(i, lane)
+        full = self.full.index(slot)
+        # Before the copy: bytes that arrive unannounced could complete the phase.
+        mbarrier.expect(full, descriptor.block_type.nbytes)
+        tma_load(descriptor, [batch, head, row, 0], full, self.tiles.index(slot))
 
     @gluon.jit
     def wait_full(self, i, lane=0, pred=True):
@@ -85,24 +85,25 @@ class Ring:
         async_copy.mbarrier_arrive(self.empty.index(self.slot(i, lane)), increment_count=False)
 
 
-@gluon.constexpr_function
-def ring_shape(count, box, rows):
-    """Shape of `count` tiles with the shape of a TMA box, or with more rows, which then come in several boxes."""
-    return [count, *box] if rows == 0 else [count, *box[:2], rows, *box[3:]]
-
-
 @gluon.jit
-def allocate_ring(descriptor, SLOTS: gl.constexpr, LANES: gl.constexpr, READERS: gl.constexpr, ROWS: gl.constexpr = 0):
-    """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's."""
+def allocate_ring(
+    descriptor,
+    SLOTS: gl.constexpr,
+    LANES: gl.constexpr,
+    READERS: gl.constexpr,
+    ROWS: gl.constexpr = 0,
+    READY: gl.constexpr = 0,
+):
+    """A ring for tiles of a TMA descriptor, each read by READERS consumers. ROWS: of a tile, if not a box's. READY: slots that get barriers now, if not all."""
     count: gl.constexpr = SLOTS * LANES
-    shape: gl.constexpr = ring_shape(count, descriptor.block_type.shape, ROWS)
-    tiles = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+    box: gl.constexpr = descriptor.block_type.shape
+    rows: gl.constexpr = ROWS if ROWS > 0 else box[2]
+    tiles = gl.allocate_shared_memory(descriptor.dtype, [count, 1, 1, rows, box[3]], descriptor.layout)
     full = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(count):
-        mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
-        mbarrier.init(empty.index(i), count=128 * READERS)  # every thread releases for itself
-    return Ring(tiles, full, empty, SLOTS, LANES)
+    ring = Ring(tiles, full, empty, SLOTS, LANES, READERS)
+    ring.make_barriers(0, READY if READY > 0 else SLOTS)
+    return ring
 
 
 @aggregate

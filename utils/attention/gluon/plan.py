@@ -118,8 +118,8 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
         # Many masks: the window's edges, or the diagonal, go through more than a quarter of the blocks that a tile sees.
         seen = min(blocks, (192 + (1 if causal else 2) * (window - 1) - 1) // 128 + 2)
         fits = seen < (12 if causal else 20) and (128 if causal else 160) * few <= 192 * large
-    elif causal:  # larger tiles take 0.88 of the time, and smaller ones end together
-        fits = sq <= 1024 or large <= 2
+    elif causal:  # larger tiles take 0.88 of the time, and smaller ones end together, which tells over few keys
+        fits = sq <= 1024 or large <= (2 if sq <= 1500 else 1)
     elif rounds("one") == 2:  # just over a round of 128 rows: 0.87 and 0.95 of the time of tiles of 192
         return "one"
     else:  # larger tiles take 1.29 times as long for a block of keys, and 3.6 blocks, not 2, for start and end

@@ -30,7 +30,7 @@ from collections.abc import Callable
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.blocks import first_block, start_output, step
@@ -39,7 +39,7 @@ from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
 from utils.attention.gluon.plan import Case, deal_tiles, row_offset, tile_blocks, whole_tiles
 from utils.attention.gluon.shared import accumulator, left_operand, wait_products
 from utils.attention.gluon.softmax import normalizers, spread
-from utils.attention.gluon.transfers import load_first, producer, store_lse, store_tile
+from utils.attention.gluon.transfers import load_block, producer, store_lse, store_tile
 from utils.kernels.assembling import narrowed
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
@@ -166,22 +166,27 @@ def attention_step5(
     PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
     HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
     # With two tiles of Q, the next one is loaded while a tile is computed; two of 128 x 256 do not fit.
-    q = allocate_ring(q_desc, 1 if CONSUMERS * PLAN.block_d == 512 else 2, CONSUMERS, 1)
-    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS)
+    q = allocate_ring(q_desc, 1 if CONSUMERS * PLAN.block_d == 512 else 2, CONSUMERS, 1, READY=1)
+    k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, READY=1)
     # V's slots are released half a block later than K's: with two of K, V has a third.
-    v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS)
+    v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS, READY=1)
     PARTS: gl.constexpr = CONSUMERS if CASE.mask == "" else 1
     todo = Tiles(schedule, schedule_stride, tiles_m, numbers, whole, row_bits, CASE.dealt, PARTS)
     work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
-    if CONSUMERS == 1:
-        load_first(work, q_desc, k_desc, v_desc)
+    # A barrier takes 35 cycles to make. Those of the first loads are made; the others are while these loads are on their way.
+    if CONSUMERS != 2:  # two lose by it over many rounds
+        fence_async_shared()  # TMA completes a barrier through the async proxy, and may otherwise find it as it was before
+        t = todo.first()[1]
+        load_block(work, (q_desc, k_desc, v_desc), t, work.place(t), 0, 0, 0, True)
+    for ring in gl.static_range(3):
+        (q, k, v)[ring].make_barriers(1, (q, k, v)[ring].SLOTS)
     results = ((o_desc, out_ptr, eighths), lse_ptr)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. With one or two consumers the last roles fall away.
     gl.warp_specialize(
         [
             (consumer, (work, results, 0)),
-            (producer, (work, q_desc, k_desc, v_desc)),
+            (producer, (work, (q_desc, k_desc, v_desc))),
             (consumer, (work, results, 1)),
             (consumer, (work, results, 2)),
         ][: CONSUMERS + 1],

@@ -11,51 +11,43 @@ from utils.attention.gluon.softmax import normalizers
 
 
 @gluon.jit
-def producer(work, q_desc, k_desc, v_desc):
+def load_block(work, descriptors, t, place, i, it, j, with_queries):
+    """Ask for block j of tile t, counted from the last one, and in the order of need for the tile's queries."""
+    q_desc, k_desc, v_desc = descriptors
+    flat, row, _stop, _lo, hi, base = place
+    batch, head, kv_head = work.heads_of(flat)
+    key = base + (hi - 1 - j) * work.PLAN.block_n
+    if work.q.SLOTS == 1:
+        work.k.load(it, k_desc, batch, kv_head, key)
+    if with_queries:
+        work.q.load(i, q_desc, batch, head, row)
+    if work.q.SLOTS == 2:  # of two tiles of Q one is free before K's slot is, and does not wait for that
+        work.k.load(it, k_desc, batch, kv_head, key)
+    if with_queries & (not work.todo.is_part(t)):
+        for w in gl.static_range(1, work.q.LANES):
+            work.q.load(i, q_desc, batch, head, row + w * work.q.tiles.shape[3], w)
+    work.v.load(it, v_desc, batch, kv_head, key)
+
+
+@gluon.jit
+def producer(work, descriptors):
     """One warp: keep the rings of Q, K and V full, across tiles. `it` counts blocks of keys since the start."""
-    PLAN: gl.constexpr = work.PLAN
-    CONSUMERS: gl.constexpr = PLAN.consumers
-    BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
     count, t, rest = work.todo.first()
     it = 0
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
-        flat, row, _stop, lo, hi, base = work.place(t)
-        batch, head, kv_head = work.heads_of(flat)
+        place = work.place(t)
+        n = place[4] - place[3]
         begin = 0
-        if CONSUMERS == 1:  # `load_first` has asked for the first tile's Q, and its first block
+        if work.PLAN.consumers != 2:  # the first tile's Q and its first block were asked for before the roles began
             begin = (i == 0).to(gl.int32)
             it += begin
-        for j in range(begin, hi - lo):
-            key = base + (hi - 1 - j) * PLAN.block_n
-            # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
-            if j == 0:
-                work.q.load(i, q_desc, batch, head, row)
-            work.k.load(it, k_desc, batch, kv_head, key)
-            if (j == 0) & (not work.todo.is_part(t)):
-                for w in gl.static_range(1, CONSUMERS):
-                    work.q.load(i, q_desc, batch, head, row + w * BLOCK_M, w)
-            work.v.load(it, v_desc, batch, kv_head, key)
+        # With which block a tile's Q is asked for: its slot, where there is one, is free only when the last tile's output has left it.
+        ahead = gl.minimum(i, gl.minimum(n, 2) - 1) if work.q.SLOTS == 1 else 0
+        for j in range(begin, n):
+            load_block(work, descriptors, t, place, i, it, j, j == ahead)
             it += 1
         t = work.todo.finish_next(t_next)
-
-
-@gluon.jit
-def load_first(work, q_desc, k_desc, v_desc):
-    """Before the roles of one consumer begin: ask for the first tile's Q and its first block of K and V."""
-    fence_async_shared()  # TMA completes the barriers through the async proxy, and may otherwise find them as they were before
-    count, t, _rest = work.todo.first()
-    flat, row, _stop, _lo, hi, base = work.place(t)
-    batch, head, kv_head = work.heads_of(flat)
-    key = base + (hi - 1) * work.PLAN.block_n
-    some = count > 0  # a program that has no tile asks for nothing
-    # Triton puts a barrier between an expectation and its copy: so all expectations come before all copies.
-    work.q.expect(0, q_desc, pred=some)
-    work.k.expect(0, k_desc, pred=some)
-    work.v.expect(0, v_desc, pred=some)
-    work.q.copy(0, q_desc, batch, head, row, pred=some)
-    work.k.copy(0, k_desc, batch, kv_head, key, pred=some)
-    work.v.copy(0, v_desc, batch, kv_head, key, pred=some)
 
 
 @gluon.jit
