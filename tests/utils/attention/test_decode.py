@@ -221,6 +221,7 @@ CASES = {  # tile; sequences, heads, heads of keys, new tokens, keys, head dimen
     "keys, lengths, one is empty": ("keys", 128, (3, 4, 2, 2, 700, 128, None), (700, 0, 130), {}),
     "keys, a window, not causal": ("keys", 128, (2, 4, 2, 5, 400, 72, None), None, {"causal": False, "window": 90}),
     "keys, a window, lengths": ("keys", 256, (2, 3, 1, 4, 300, 200, 256), (300, 20), {"window": 100}),
+    "keys, a head of 36 parts": ("keys", 64, (1, 3, 1, 2, 4600, 64, None), None, {"programs": 36}),
     "keys, whole heads": ("keys", 64, (4, 2, 2, 3, 300, 64, None), None, {"whole": True}),
     "keys, whole heads, lengths": ("keys", 64, (2, 4, 2, 2, 700, 64, None), (700, 530), {"whole": True, "window": 300}),
     "keys, two tiles, 140 sequences": ("keys", 64, (140, 3, 1, 6, 40, 64, None), tuple(range(1, 36)) * 4, {}),
@@ -298,13 +299,14 @@ def test_the_kernel_is_right_in_the_simulator(kind, width, sizes, filled, option
 
     options = dict(options)
     whole = options.pop("whole", False)
+    programs = options.pop("programs", 4 if whole else 5)
     q, k, v, lengths, table = draw_call(sizes, filled)
     scales = None
     if kind == "fp8":
         k, v, scales = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), torch.rand(2, sizes[2]) + 0.5
     rows = sizes[1] // sizes[2] * sizes[3]
     plan = tile_of(kind, width, rows, sizes[-1])
-    found = Arrangement(plan, 4 if whole else 5, -(-rows // plan.columns), whole=whole)
+    found = Arrangement(plan, programs, -(-rows // plan.columns), whole=whole)
     launch = Launch(q, k, v, options.get("causal", True), 0.1, options.get("window", 0), bool(filled), table, found)
     with gluon_cpu.simulate():
         out = launch(q, k, v, lengths, table, scales)

@@ -122,5 +122,5 @@ def attend_cluster(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     else:
         way = RowsAsRows(cache, q)
     tiles = ring, full, k_desc, v_desc
-    o, m, total, _ = attend_head(way, start, (n, gl.to_tensor(0), n), tiles, (following, pages, following, pages))
+    o, m, total, _ = attend_head(way, start, (n, gl.to_tensor(0), n), tiles, (following, pages))
     merge_slices(results, team, barrier, start, o, m, total)

@@ -34,6 +34,7 @@ from utils.attention.gluon.decode.blocks import (
     copy_block,
     copy_queries,
     expect_block,
+    load_block,
     load_next,
     load_queries,
     mask_block,
@@ -129,13 +130,13 @@ def attend_head(way, cursor, span, tiles, loads):
 
     way: `KeysAsRows`, or `cluster_rows.RowsAsRows`. span: how many blocks, the number of the first among those of this program,
     and how many the program has. tiles: the ring, its barriers, and the descriptors of K and V. loads: cursor and pages of the
-    block whose K, and of the one whose V is to be loaded next; K runs a block before V.
+    block to load next; in a head K runs a block before V.
     """
     cache = way.cache
     SLOTS: gl.constexpr = cache.PLAN.slots
     n, i, count = span
     ring, full, k_desc, v_desc = tiles
-    k_next, k_pages, v_next, v_pages = loads
+    block, pages = loads
     state = way.unseen()
     # The first scores by themselves; each step then starts the scores of the next block, so that the tensor cores
     # compute them during this block's softmax.
@@ -144,7 +145,7 @@ def attend_head(way, cursor, span, tiles, loads):
     s = warpgroup_mma_wait(0, [way.start_scores(ring.index(slot))])
     thread_barrier()  # all warps have read this K: TMA may overwrite it
     more = i + SLOTS // 2 < count
-    k_next, k_pages = load_next(k_desc, cache, k_next, k_pages, ring.index(slot), full.index(slot), more)
+    following, following_pages = load_next(k_desc, cache, block, pages, ring.index(slot), full.index(slot), more)
     for k in range(n - 1):
         after = 2 * (i + 1) % SLOTS
         mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
@@ -152,15 +153,19 @@ def attend_head(way, cursor, span, tiles, loads):
         slot = 2 * i % SLOTS + 1
         v_full = full.index(slot), (2 * i // SLOTS) & 1
         o_next, m, sums = way.start_block(cursor, cursor.j + k * cache.step, s, state, ring.index(slot), v_full, False)
-        s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
-        thread_barrier()
-        more = i + 1 + SLOTS // 2 < count
-        k_next, k_pages = load_next(k_desc, cache, k_next, k_pages, ring.index(after), full.index(after), more)
-        state = warpgroup_mma_wait(0, [o_next]), m, sums
-        thread_barrier()  # all warps have read V and P
+        s, o = warpgroup_mma_wait(0, [s_next, o_next])
+        state = o, m, sums
+        thread_barrier()  # all warps have read this K and V, and P: TMA may overwrite them
         more = i + SLOTS // 2 < count
-        v_next, v_pages = load_next(v_desc, cache, v_next, v_pages, ring.index(slot), full.index(slot), more)
         i += 1
+        k_more = i + SLOTS // 2 < count
+        expect_block(v_desc, cache, full.index(slot), more)
+        expect_block(k_desc, cache, full.index(after), k_more)
+        copy_block(v_desc, cache, block, pages, ring.index(slot), full.index(slot), more)
+        copy_block(k_desc, cache, following, following_pages, ring.index(after), full.index(after), k_more)
+        block, pages = following, following_pages
+        following = cache.advance(block)
+        following_pages = page_numbers(cache, following)
 
     # The last block, with no scores to start.
     slot = 2 * i % SLOTS + 1
@@ -170,9 +175,9 @@ def attend_head(way, cursor, span, tiles, loads):
     o = warpgroup_mma_wait(0, [o_next])
     thread_barrier()
     more = i + SLOTS // 2 < count
-    v_next, v_pages = load_next(v_desc, cache, v_next, v_pages, ring.index(slot), full.index(slot), more)
+    load_block(v_desc, cache, block, pages, ring.index(slot), full.index(slot), more)
     m, total = way.totals((o, m, sums))
-    return o, m, total, (k_next, k_pages, v_next, v_pages)
+    return o, m, total, (following, following_pages)
 
 
 @gluon.jit
@@ -220,7 +225,7 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
             )
             following = cache.advance(following)
             pages = page_numbers(cache, following)
-        loads = following, pages, following, pages
+        loads = following, pages
 
         done = gl.to_tensor(0)
         piece = gl.to_tensor(0)

@@ -17,7 +17,7 @@ SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
 MOST_PARTS = 16  # programs of a cluster
-MERGE_NUMBERS = 512  # of a head, that a program of the merge adds up at the same time
+MERGE_NUMBERS = 128  # of a head, that a program of the merge adds up at the same time where the head has many parts
 MERGE_PROGRAMS = 2048  # of the second launch, about
 ONE_PIECE = 30  # as the logarithm of a page's tokens: the cache is not in pages
 
@@ -254,7 +254,7 @@ def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
     heads = shape.batch * shape.kv_heads
     # Two tiles of 64 rows that are computed at the same time read keys from the L2.
     short = shape.bytes <= SHORT_BYTES * heads and heads * -(-rows // 64) <= multiprocessors
-    if rows > 64 and not short and not 0 < shape.page < SMALL_PAGE:
+    if rows > 64 and not short:
         return TILES["rows", width, 2]
     # Where a block is several pages, a warp that does nothing but load is worth more.
     if rows > MANY_ROWS or 0 < shape.page < SMALL_PAGE:
