@@ -32,10 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from utils.attention.gluon.decode.blocks import (
     clean_values,
     copy_block,
-    copy_queries,
     expect_block,
+    fill_ring,
+    first_blocks,
     load_block,
-    load_next,
     load_queries,
     mask_block,
     needs_mask,
@@ -144,8 +144,9 @@ def attend_head(way, cursor, span, tiles, loads):
     mbarrier.wait(full.index(slot), (2 * i // SLOTS) & 1)  # K has arrived
     s = warpgroup_mma_wait(0, [way.start_scores(ring.index(slot))])
     thread_barrier()  # all warps have read this K: TMA may overwrite it
-    more = i + SLOTS // 2 < count
-    following, following_pages = load_next(k_desc, cache, block, pages, ring.index(slot), full.index(slot), more)
+    load_block(k_desc, cache, block, pages, ring.index(slot), full.index(slot), i + SLOTS // 2 < count)
+    following = cache.advance(block)
+    following_pages = page_numbers(cache, following)
     for k in range(n - 1):
         after = 2 * (i + 1) % SLOTS
         mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
@@ -192,41 +193,13 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     """One program: its share of the blocks of all heads; each head, or its part, is stored."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
-    SLOTS: gl.constexpr = PLAN.slots
-    dtype: gl.constexpr = k_desc.dtype
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(PLAN.columns))
     cursor, count = cache.start(whole)
     if count > 0:
-        ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
-        full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-        q_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, PLAN.columns, PLAN.block_d], q_desc.layout)
-        q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        p_tile = allocate_probabilities(dtype, PLAN)
-        for fill in gl.static_range(SLOTS):
-            mbarrier.init(full.index(fill), count=1)
-        for fill in gl.static_range(2):
-            mbarrier.init(q_full.index(fill), count=1)
-        # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
-        mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
-        for fill in gl.static_range(SLOTS):
-            expect_block(k_desc, cache, full.index(fill), fill // 2 < count)
-        # TMA completes the barriers through the async proxy, and may otherwise find them as they were before; and a warp
-        # could wait on a barrier that is not ready.
-        fence_async_shared()
-        thread_barrier()
-
-        copy_queries(q_desc, cache, cursor, q_ring.index(0), q_full.index(0), True)
-        following = cursor
-        pages = page_numbers(cache, following)
-        for fill in gl.static_range(SLOTS // 2):
-            copy_block(k_desc, cache, following, pages, ring.index(2 * fill), full.index(2 * fill), fill < count)
-            copy_block(
-                v_desc, cache, following, pages, ring.index(2 * fill + 1), full.index(2 * fill + 1), fill < count
-            )
-            following = cache.advance(following)
-            pages = page_numbers(cache, following)
-        loads = following, pages
-
+        blocks, following = first_blocks(cache, cursor)
+        ring, full, q_ring, q_full = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, count, 2)
+        p_tile = allocate_probabilities(k_desc.dtype, PLAN)
+        loads = following, page_numbers(cache, following)
         done = gl.to_tensor(0)
         piece = gl.to_tensor(0)
         while done < count:
