@@ -141,13 +141,10 @@ def draw_shape(rng: random.Random, *, fp8: bool = False) -> Shape:
             return found
 
 
-def test_a_hundred_drawn_shapes_need_few_kernels():
+def test_drawn_shapes_need_sixteen_kernels_at_most():
     """A kernel is compiled for its plan and for the type of its tensors alone; one more adds up parts."""
-    for seed in range(5):
-        rng = random.Random(seed)
-        found = {arrange(draw_shape(rng), 132) for _ in range(100)}
-        plans = {each.plan for each in found}
-        assert 10 < len(plans) <= 16
+    rng = random.Random(0)
+    assert len({arrange(draw_shape(rng), 132).plan for _ in range(5000)}) <= 16
     with_fp8 = {arrange(draw_shape(rng, fp8=True), 132).plan for _ in range(500)}
     assert len(with_fp8) <= 2 * 8  # tiles, of pages of 64 and more, or of fewer tokens
 
@@ -196,7 +193,8 @@ def test_what_is_chosen_fits_the_call():
         (Shape(16, 8, 8, 1, 8192, 128), 128, 0, True),  # nearly as many heads as SMs
         (Shape(24, 8, 4, 1, 2048, 128), 192, 0, True),
         (Shape(16, 8, 1, 1, 512, 128, lengths=True), 128, 0, True),  # short, and one a program
-        (Shape(4, 8, 4, 1, 8192, 128, page=64, lengths=True), 256, 16 // 2, False),  # 64 programs a sequence
+        (Shape(32, 8, 8, 16, 512, 128, lengths=True), 256, 0, True),  # more of them than SMs
+        (Shape(1, 2, 8, 16, 5632, 80, window=1024), 66, 0, False),  # two tiles of a head, which are as wide as 128
     ],
     ids=str,
 )
@@ -316,11 +314,11 @@ def test_the_kernel_is_right_in_the_simulator(kind, width, sizes, filled, option
 
 CLUSTERS = {  # tile; sequences, heads, heads of keys, new tokens, keys, head dimension, page; lengths; programs
     "one token": (("cluster", 128), (1, 4, 1, 1, 1000, 128, None), None, 4),
-    "sixteen programs": (("cluster", 64), (1, 4, 1, 2, 1100, 64, None), None, 16),
+    "sixteen programs": (("cluster", 128), (1, 4, 1, 2, 1100, 64, None), None, 16),
     "head dimension 80, fewer blocks than programs": (("cluster", 128), (1, 6, 2, 2, 300, 80, None), None, 8),
     "64 rows": (("cluster of rows", 128), (1, 4, 1, 15, 700, 128, None), None, 2),
     "the case that failed once": (("cluster of rows", 128), (4, 8, 2, 3, 2000, 128, 256), (2000, 0, 3, 700), 2),
-    "a sequence each, pages of 64": (("cluster of a sequence", 128), (3, 8, 2, 2, 900, 128, 64), (900, 0, 70), 4),
+    "lengths, pages of 64": (("cluster", 128), (3, 8, 2, 2, 900, 128, 64), (900, 0, 70), 4),
 }
 
 
@@ -423,6 +421,7 @@ print(json.dumps(reports))
 COMPILED = [
     *((key, 64) for key in TILES if key[0] != "fp8"),
     (("rows", 256, 1), 16),
+    (("rows", 128, 2), 16),
     *((("fp8", *tile), box) for tile in ((64, 64), (128, 64), (256, 8)) for box in (64, 16)),
     (("merge",), 0),
 ]

@@ -95,35 +95,33 @@ def first_blocks(cache, cursor):
 
 @gluon.jit
 def fill_ring(cache, descriptors, blocks, count, Q_TILES: gl.constexpr):
-    """Allocate the ring, tiles of K and V in turn, and tiles of queries, each with a barrier, and start the first loads.
+    """Allocate the ring, tiles of K and V in turn, tiles of queries, and a barrier for each of them all, and start the first loads.
 
-    blocks: of `first_blocks`. count: how many blocks the program has.
+    The queries' barriers are behind the ring's, in the same array: Triton would give the memory of a barrier that is not used any
+    more to another tile. blocks: of `first_blocks`. count: how many blocks the program has.
     """
     PLAN: gl.constexpr = cache.PLAN
     SLOTS: gl.constexpr = PLAN.slots
     q_desc, k_desc, v_desc = descriptors
     ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS + Q_TILES, 1], mbarrier.MBarrierLayout())
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [Q_TILES, 1, 1, PLAN.columns, PLAN.block_d], q_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-    for tile in gl.static_range(Q_TILES):
-        mbarrier.init(q_full.index(tile), count=1)
+    for i in gl.static_range(SLOTS + Q_TILES):
+        mbarrier.init(full.index(i), count=1)
     # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
-    mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
+    mbarrier.expect(full.index(SLOTS), q_desc.block_type.nbytes)
     for slot in gl.static_range(SLOTS):
         expect_block(k_desc, cache, full.index(slot), slot // 2 < count)
     # TMA completes the barriers through the async proxy, and may otherwise find them as they were before; and a warp could wait
     # on a barrier that is not ready.
     fence_async_shared()
     thread_barrier()
-    copy_queries(q_desc, cache, blocks[0][0], q_ring.index(0), q_full.index(0), True)
+    copy_queries(q_desc, cache, blocks[0][0], q_ring.index(0), full.index(SLOTS), True)
     for slot in gl.static_range(SLOTS):
         cursor, numbers = blocks[slot // 2]
         descriptor = k_desc if slot % 2 == 0 else v_desc
         copy_block(descriptor, cache, cursor, numbers, ring.index(slot), full.index(slot), slot // 2 < count)
-    return ring, full, q_ring, q_full
+    return ring, full, q_ring
 
 
 @gluon.jit

@@ -10,8 +10,7 @@ no second launch follows.
     grid         (heads of keys, sequences) clusters; shares of a head differ by a block at most
     blocks       the programs take a head's blocks in turn, so that the first ones are known before the length is
     ring         tiles of K and V in turn; the first loads are asked for behind a single barrier
-    tiles        keys x slots at head dimension 64 and 128: 128 x 8, 128 x 6; with query rows as rows 128 x 4;
-                 for lengths in pages, where each sequence has 64 programs, two an SM: 64 x 4
+    tiles        keys x slots, as wide as 128 numbers: 128 x 6; with query rows as rows 128 x 4
     inbox        for each query row a slice of the output (fp32), and a maximum and a sum from each program of the head
     end          all programs of a cluster leave together: each says when it has what the others sent, and waits for them
 """
@@ -71,10 +70,10 @@ def attend_cluster(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     start = Cursor(b, flat >> bits, none, team.rank, length, none, gl.cdiv(length, PLAN.block_n))
     # A program behind the last block computes one all the same: all its scores are masked, and its sums are zero.
     n = gl.maximum((start.blocks - team.rank + cache.step - 1) >> bits, 1)
-    ring, full, q_ring, q_full = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, n, 1)
+    ring, full, q_ring = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, n, 1)
     barrier = open_inbox(team, cache.rows, PLAN)
     pages = page_numbers(cache, following)
-    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(full.index(PLAN.slots), 0)
     q = q_ring.index(0).reshape([PLAN.columns, PLAN.block_d])
     if PLAN.consumers == 0:
         way = KeysAsRows(cache, q, allocate_probabilities(k_desc.dtype, PLAN))

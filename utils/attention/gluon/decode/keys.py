@@ -197,7 +197,7 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     cursor, count = cache.start(whole)
     if count > 0:
         blocks, following = first_blocks(cache, cursor)
-        ring, full, q_ring, q_full = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, count, 2)
+        ring, full, q_ring = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, count, 2)
         p_tile = allocate_probabilities(k_desc.dtype, PLAN)
         loads = following, page_numbers(cache, following)
         done = gl.to_tensor(0)
@@ -206,9 +206,9 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
             n = gl.minimum(cursor.blocks - cursor.j, count - done)
             following = cache.advance(cursor.at_last())
             # The other tile of Q was used by the piece before, whose products are done.
-            tile, barrier = q_ring.index((piece + 1) % 2), q_full.index((piece + 1) % 2)
+            tile, barrier = q_ring.index((piece + 1) % 2), full.index(PLAN.slots + (piece + 1) % 2)
             load_queries(q_desc, cache, following, tile, barrier, done + n < count)
-            mbarrier.wait(q_full.index(piece % 2), (piece // 2) & 1)
+            mbarrier.wait(full.index(PLAN.slots + piece % 2), (piece // 2) & 1)
             q = q_ring.index(piece % 2).reshape([PLAN.columns, PLAN.block_d])
             way = KeysAsRows(cache, q, p_tile)
             o, m, total, loads = attend_head(way, cursor, (n, done, count), (ring, full, k_desc, v_desc), loads)

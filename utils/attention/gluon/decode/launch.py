@@ -8,7 +8,6 @@ step takes microseconds, so its call must not take more. A kept launch starts th
 from __future__ import annotations
 
 import math
-import re
 
 import torch
 
@@ -229,40 +228,11 @@ class Launch:
         """
         from utils.kernels.assembling import policy_copies, reassembled
 
-        twin = reassembled(compiled, lambda ptx: policy_copies(without_idle_barriers(ptx)))
+        twin = reassembled(compiled, policy_copies)
         if self.plan.cluster:
-            alone = ALONE_BYTES if self.plan.per_sm == 1 else 0
-            shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, alone)
+            shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
             twin.metadata = compiled.metadata._replace(shared=shared)
         return twin
-
-
-# What single threads do to barriers in shared memory, and the copies that they start.
-_BY_ONE = re.compile(r"mbarrier\.init|mbarrier\.arrive\.expect_tx|cp\.async\.bulk\.tensor")
-# What touches memory, orders it, or jumps.
-_OTHER = re.compile(
-    r"\[|\$L__BB|\b(bar|barrier|fence|membar|wgmma|cp|griddepcontrol|setmaxnreg|bra|call|ret|exit|trap)\b"
-)
-
-
-def without_idle_barriers(ptx: str) -> str:
-    """Leave out the barriers between two instructions of one kind in `_BY_ONE` with nothing but numbers in registers between them.
-
-    Triton puts a barrier of all threads there because both write to shared memory. It orders nothing: the same threads execute both,
-    one behind the other, and what others read or wrote before stands in front of the barrier before the first.
-    """
-    lines = ptx.splitlines()
-    kind, barriers = "", list[int]()
-    for i, line in enumerate(lines):
-        if found := _BY_ONE.search(line):
-            for barrier in barriers if found[0] == kind else ():
-                lines[barrier] = ""
-            kind, barriers = found[0], []
-        elif line.split() == ["bar.sync", "0;"]:
-            barriers.append(i)
-        elif _OTHER.search(line.split("//")[0]):
-            kind = ""
-    return "\n".join(lines)
 
 
 def policy_of(first_to_leave: bool) -> int:

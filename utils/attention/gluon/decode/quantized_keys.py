@@ -157,7 +157,7 @@ def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     cursor, count = cache.start(whole)
     if count > 0:
         blocks, ahead = first_blocks(cache, cursor)
-        ring, full, q_raw, q_full = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, count, 1)
+        ring, full, q_raw = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, count, 1)
         numbers = page_numbers(cache, ahead)  # of the block to load next
         q_tile = gl.allocate_shared_memory(gl.float16, [COLUMNS, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
         p_tile = allocate_probabilities(gl.float16, PLAN)
@@ -167,13 +167,13 @@ def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
         while done < count:
             n = gl.minimum(cursor.blocks - cursor.j, count - done)
             following = cache.advance(cursor.at_last())
-            mbarrier.wait(q_full.index(0), piece & 1)
+            mbarrier.wait(full.index(SLOTS), piece & 1)
             power = store_queries(q_raw.index(0), q_tile, PLAN)
             # wgmma reads the queries through the async proxy, and TMA writes the next ones through it: without the fence and
             # the barrier the one may read the last tile, and the other overtake a slow warp's loads.
             fence_async_shared()
             thread_barrier()
-            load_queries(q_desc, cache, following, q_raw.index(0), q_full.index(0), done + n < count)
+            load_queries(q_desc, cache, following, q_raw.index(0), full.index(SLOTS), done + n < count)
             factor_s = gl.convert_layout(power, columns) * gl.load(scales_ptr + cursor.head)
             v_scale = gl.load(scales_ptr + cache.heads + cursor.head)
 
