@@ -17,7 +17,9 @@ SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
 MOST_PARTS = 16  # programs of a cluster
-MERGE_NUMBERS = 128  # of a head, that a program of the merge adds up at the same time where the head has many parts
+MERGE_NUMBERS = (
+    512  # of a head, that a program of the merge adds up at the same time; a quarter where it has many parts
+)
 MERGE_PROGRAMS = 2048  # of the second launch, about
 ONE_PIECE = 30  # as the logarithm of a page's tokens: the cache is not in pages
 
@@ -30,7 +32,8 @@ HALF_BYTES = 40_000_000
 # A merge takes as long as one program reads so many bytes for each of a head's 128 numbers or fewer, and six times what a part has.
 # Heads of 512 keys that are not divided take 12 to 19 us in place of 16 to 24.
 MERGE_BYTES = 1 << 11
-# Keys of the longest sequence up to which each head has a program of its own where sequences have lengths: 0.93 of the time.
+# Keys of the longest sequence up to which each of many heads has a program of its own where sequences have lengths: 0.92 of the time
+# over thirty calls. Not over small pages, nor with many times as many heads as SMs and query rows as rows: up to 1.3 of it.
 ONE_HEAD_KEYS = 1024
 # Of a head's keys and values: up to here tiles of 64 query rows that run at the same time are faster than half as many of 128.
 SHORT_BYTES = 1 << 21
@@ -203,7 +206,8 @@ def takes_whole_heads(shape: Shape, plan: Plan, heads: int, programs: int) -> bo
     heads: of all sequences, tiles of query rows counted. Seven tenths of the SMs read as fast as all of them.
     """
     if shape.lengths and heads > programs:
-        return shape.seen <= ONE_HEAD_KEYS
+        few = not plan.consumers or heads <= 4 * programs
+        return few and shape.seen <= ONE_HEAD_KEYS and not 0 < shape.page < SMALL_PAGE
     blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
     rounds = -(-heads // programs)
     # What a program reads more than its share, in the width of its tile; lengths are half of the longest.
