@@ -141,13 +141,10 @@ def draw_shape(rng: random.Random, *, fp8: bool = False) -> Shape:
             return found
 
 
-def test_a_hundred_drawn_shapes_need_few_kernels():
+def test_drawn_shapes_need_sixteen_kernels_at_most():
     """A kernel is compiled for its plan and for the type of its tensors alone; one more adds up parts."""
-    for seed in range(5):
-        rng = random.Random(seed)
-        found = {arrange(draw_shape(rng), 132) for _ in range(100)}
-        plans = {each.plan for each in found}
-        assert 10 < len(plans) <= 16
+    rng = random.Random(0)
+    assert len({arrange(draw_shape(rng), 132).plan for _ in range(5000)}) <= 16
     with_fp8 = {arrange(draw_shape(rng, fp8=True), 132).plan for _ in range(500)}
     assert len(with_fp8) <= 2 * 8  # tiles, of pages of 64 and more, or of fewer tokens
 
@@ -196,7 +193,8 @@ def test_what_is_chosen_fits_the_call():
         (Shape(16, 8, 8, 1, 8192, 128), 128, 0, True),  # nearly as many heads as SMs
         (Shape(24, 8, 4, 1, 2048, 128), 192, 0, True),
         (Shape(16, 8, 1, 1, 512, 128, lengths=True), 128, 0, True),  # short, and one a program
-        (Shape(4, 8, 4, 1, 8192, 128, page=64, lengths=True), 256, 16 // 2, False),  # 64 programs a sequence
+        (Shape(32, 8, 8, 16, 512, 128, lengths=True), 256, 0, True),  # more of them than SMs
+        (Shape(1, 2, 8, 16, 5632, 80, window=1024), 66, 0, False),  # two tiles of a head, which are as wide as 128
     ],
     ids=str,
 )
@@ -221,6 +219,7 @@ CASES = {  # tile; sequences, heads, heads of keys, new tokens, keys, head dimen
     "keys, lengths, one is empty": ("keys", 128, (3, 4, 2, 2, 700, 128, None), (700, 0, 130), {}),
     "keys, a window, not causal": ("keys", 128, (2, 4, 2, 5, 400, 72, None), None, {"causal": False, "window": 90}),
     "keys, a window, lengths": ("keys", 256, (2, 3, 1, 4, 300, 200, 256), (300, 20), {"window": 100}),
+    "keys, a head of 36 parts": ("keys", 64, (1, 3, 1, 2, 4600, 64, None), None, {"programs": 36}),
     "keys, whole heads": ("keys", 64, (4, 2, 2, 3, 300, 64, None), None, {"whole": True}),
     "keys, whole heads, lengths": ("keys", 64, (2, 4, 2, 2, 700, 64, None), (700, 530), {"whole": True, "window": 300}),
     "keys, two tiles, 140 sequences": ("keys", 64, (140, 3, 1, 6, 40, 64, None), tuple(range(1, 36)) * 4, {}),
@@ -298,13 +297,14 @@ def test_the_kernel_is_right_in_the_simulator(kind, width, sizes, filled, option
 
     options = dict(options)
     whole = options.pop("whole", False)
+    programs = options.pop("programs", 4 if whole else 5)
     q, k, v, lengths, table = draw_call(sizes, filled)
     scales = None
     if kind == "fp8":
         k, v, scales = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), torch.rand(2, sizes[2]) + 0.5
     rows = sizes[1] // sizes[2] * sizes[3]
     plan = tile_of(kind, width, rows, sizes[-1])
-    found = Arrangement(plan, 4 if whole else 5, -(-rows // plan.columns), whole=whole)
+    found = Arrangement(plan, programs, -(-rows // plan.columns), whole=whole)
     launch = Launch(q, k, v, options.get("causal", True), 0.1, options.get("window", 0), bool(filled), table, found)
     with gluon_cpu.simulate():
         out = launch(q, k, v, lengths, table, scales)
@@ -314,11 +314,11 @@ def test_the_kernel_is_right_in_the_simulator(kind, width, sizes, filled, option
 
 CLUSTERS = {  # tile; sequences, heads, heads of keys, new tokens, keys, head dimension, page; lengths; programs
     "one token": (("cluster", 128), (1, 4, 1, 1, 1000, 128, None), None, 4),
-    "sixteen programs": (("cluster", 64), (1, 4, 1, 2, 1100, 64, None), None, 16),
+    "sixteen programs": (("cluster", 128), (1, 4, 1, 2, 1100, 64, None), None, 16),
     "head dimension 80, fewer blocks than programs": (("cluster", 128), (1, 6, 2, 2, 300, 80, None), None, 8),
     "64 rows": (("cluster of rows", 128), (1, 4, 1, 15, 700, 128, None), None, 2),
     "the case that failed once": (("cluster of rows", 128), (4, 8, 2, 3, 2000, 128, 256), (2000, 0, 3, 700), 2),
-    "a sequence each, pages of 64": (("cluster of a sequence", 128), (3, 8, 2, 2, 900, 128, 64), (900, 0, 70), 4),
+    "lengths, pages of 64": (("cluster", 128), (3, 8, 2, 2, 900, 128, 64), (900, 0, 70), 4),
 }
 
 
@@ -421,6 +421,7 @@ print(json.dumps(reports))
 COMPILED = [
     *((key, 64) for key in TILES if key[0] != "fp8"),
     (("rows", 256, 1), 16),
+    (("rows", 128, 2), 16),
     *((("fp8", *tile), box) for tile in ((64, 64), (128, 64), (256, 8)) for box in (64, 16)),
     (("merge",), 0),
 ]
@@ -442,7 +443,7 @@ def test_the_assembly_is_what_the_plan_says(assemblies, key, box):
     plan = replace(TILES[key], box=box) if key in TILES else None
     # The operand, output and scores of the largest fp8 tiles fill the registers: numbers that are used once a head leave theirs.
     full = plan and plan.fp8 and (plan.block_d == 256 or plan.block_d * plan.columns == 128 * 64)
-    assert spill <= (40 if key[2:] == (2,) else 160 if full else 0)
+    assert spill <= (40 if key[2:] == (2,) else 240 if full else 0)
     assert unused == warnings == 0 and overlap == 1
     if key[0] == "rows":  # half of a block's exponentials beside the product with V
         assert beside >= plan.block_n // 4

@@ -5,9 +5,9 @@ All decode kernels use these: those in which keys are the rows of the products, 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from utils.attention.gluon.shared import MINUS_INF, keep_columns, tma_load
+from utils.attention.gluon.shared import MINUS_INF, keep_columns, thread_barrier, tma_load
 
 
 @gluon.jit
@@ -70,14 +70,6 @@ def load_block(descriptor, cache, cursor, numbers, tile, full, pred):
 
 
 @gluon.jit
-def load_next(descriptor, cache, cursor, numbers, tile, full, pred):
-    """Load the block at the cursor, and return the next block's cursor and page numbers."""
-    load_block(descriptor, cache, cursor, numbers, tile, full, pred)
-    cursor = cache.advance(cursor)
-    return cursor, page_numbers(cache, cursor)
-
-
-@gluon.jit
 def copy_queries(q_desc, cache, cursor, tile, full, pred):
     """Start the copy of a tile of query rows, which is announced; rows that do not exist come as zeros."""
     tma_load(q_desc, [cursor.b, cursor.head, cursor.tile * cache.PLAN.columns, 0], full, tile, pred=pred)
@@ -88,6 +80,48 @@ def load_queries(q_desc, cache, cursor, tile, full, pred):
     """Announce and start the copy of a tile of query rows."""
     mbarrier.expect(full, q_desc.block_type.nbytes, pred=pred)
     copy_queries(q_desc, cache, cursor, tile, full, pred)
+
+
+@gluon.jit
+def first_blocks(cache, cursor):
+    """The blocks that the ring has room for from the cursor on, each with its page numbers, and the cursor behind them."""
+    ROOM: gl.constexpr = cache.PLAN.slots // 2
+    blocks = ()
+    for _ in gl.static_range(ROOM):
+        blocks = blocks + ((cursor, page_numbers(cache, cursor)),)  # noqa: RUF005
+        cursor = cache.advance(cursor)
+    return blocks, cursor
+
+
+@gluon.jit
+def fill_ring(cache, descriptors, blocks, count, Q_TILES: gl.constexpr):
+    """Allocate the ring, tiles of K and V in turn, tiles of queries, and a barrier for each of them all, and start the first loads.
+
+    The queries' barriers are behind the ring's, in the same array: Triton would give the memory of a barrier that is not used any
+    more to another tile. blocks: of `first_blocks`. count: how many blocks the program has.
+    """
+    PLAN: gl.constexpr = cache.PLAN
+    SLOTS: gl.constexpr = PLAN.slots
+    q_desc, k_desc, v_desc = descriptors
+    ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS + Q_TILES, 1], mbarrier.MBarrierLayout())
+    q_ring = gl.allocate_shared_memory(q_desc.dtype, [Q_TILES, 1, 1, PLAN.columns, PLAN.block_d], q_desc.layout)
+    for i in gl.static_range(SLOTS + Q_TILES):
+        mbarrier.init(full.index(i), count=1)
+    # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
+    mbarrier.expect(full.index(SLOTS), q_desc.block_type.nbytes)
+    for slot in gl.static_range(SLOTS):
+        expect_block(k_desc, cache, full.index(slot), slot // 2 < count)
+    # TMA completes the barriers through the async proxy, and may otherwise find them as they were before; and a warp could wait
+    # on a barrier that is not ready.
+    fence_async_shared()
+    thread_barrier()
+    copy_queries(q_desc, cache, blocks[0][0], q_ring.index(0), full.index(SLOTS), True)
+    for slot in gl.static_range(SLOTS):
+        cursor, numbers = blocks[slot // 2]
+        descriptor = k_desc if slot % 2 == 0 else v_desc
+        copy_block(descriptor, cache, cursor, numbers, ring.index(slot), full.index(slot), slot // 2 < count)
+    return ring, full, q_ring
 
 
 @gluon.jit

@@ -10,17 +10,16 @@ no second launch follows.
     grid         (heads of keys, sequences) clusters; shares of a head differ by a block at most
     blocks       the programs take a head's blocks in turn, so that the first ones are known before the length is
     ring         tiles of K and V in turn; the first loads are asked for behind a single barrier
-    tiles        keys x slots at head dimension 64 and 128: 128 x 8, 128 x 6; with query rows as rows 128 x 4;
-                 for lengths in pages, where each sequence has 64 programs, two an SM: 64 x 4
+    tiles        keys x slots, as wide as 128 numbers: 128 x 6; with query rows as rows 128 x 4
     inbox        for each query row a slice of the output (fp32), and a maximum and a sum from each program of the head
     end          all programs of a cluster leave together: each says when it has what the others sent, and waits for them
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from utils.attention.gluon.decode.blocks import copy_block, copy_queries, expect_block, page_numbers
+from utils.attention.gluon.decode.blocks import fill_ring, first_blocks, page_numbers
 from utils.attention.gluon.decode.cluster_rows import RowsAsRows
 from utils.attention.gluon.decode.inbox import (
     NOBODY,
@@ -35,39 +34,7 @@ from utils.attention.gluon.decode.inbox import (
 )
 from utils.attention.gluon.decode.keys import KeysAsRows, allocate_probabilities, attend_head
 from utils.attention.gluon.decode.work import Cursor
-from utils.attention.gluon.shared import accumulator, thread_barrier
-
-
-@gluon.jit
-def first_block(cache, b, head, team):
-    """The first block of a program, how many it has, and the pages of those that its ring has room for."""
-    AHEAD: gl.constexpr = cache.PLAN.slots // 2
-    none = head * 0
-    # The length is on its way from memory beside the first page numbers, which do not depend on it.
-    length = cache.length(b)
-    start = Cursor(b, head, none, team.rank, none, none, none)
-    numbers = ()
-    for i in gl.static_range(AHEAD):
-        numbers = numbers + (page_numbers(cache, start.behind(i * cache.step)),)  # noqa: RUF005
-    blocks = gl.cdiv(length, cache.PLAN.block_n)
-    # A program behind the last block computes one all the same: all its scores are masked, and its sums are zero.
-    n = gl.maximum((blocks - team.rank + cache.step - 1) >> team.bits, 1)
-    return Cursor(b, head, none, team.rank, length, none, blocks), n, numbers
-
-
-@gluon.jit
-def open_ring(PLAN: gl.constexpr, q_desc, k_desc):
-    """The tiles of K and V, a barrier for each of them and one for the queries, and the queries' tile.
-
-    It comes behind a program's first loads, of lengths and page numbers, while these are on their way.
-    """
-    SLOTS: gl.constexpr = PLAN.slots
-    ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
-    q_tile = gl.allocate_shared_memory(k_desc.dtype, [1, 1, PLAN.columns, PLAN.block_d], q_desc.layout)
-    for slot in gl.static_range(SLOTS + 1):
-        mbarrier.init(full.index(slot), count=1)
-    return ring, full, q_tile
+from utils.attention.gluon.shared import accumulator
 
 
 @gluon.jit
@@ -93,34 +60,25 @@ def attend_cluster(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     """One program of 2^bits: its share of one head's blocks, and a slice of the head's output."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
-    SLOTS: gl.constexpr = PLAN.slots
     flat = gl.program_id(0)
     team = Team(flat & ((1 << bits) - 1), bits)
-    start, n, numbers = first_block(cache, gl.program_id(1), flat >> bits, team)
-    ring, full, q_tile = open_ring(PLAN, q_desc, k_desc)
-    # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
-    mbarrier.expect(full.index(SLOTS), q_desc.block_type.nbytes)
-    for slot in gl.static_range(SLOTS):
-        expect_block(k_desc, cache, full.index(slot), slot // 2 < n)
-    # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
-    fence_async_shared()
-    thread_barrier()
-    for i in gl.static_range(SLOTS // 2):
-        block = start.behind(i * cache.step)
-        copy_block(k_desc, cache, block, numbers[i], ring.index(2 * i), full.index(2 * i), i < n)
-        if i == 0:
-            copy_queries(q_desc, cache, start, q_tile, full.index(SLOTS), True)
-        copy_block(v_desc, cache, block, numbers[i], ring.index(2 * i + 1), full.index(2 * i + 1), i < n)
-
+    b = gl.program_id(1)
+    none = b * 0
+    # The length is on its way from memory beside the first page numbers, which do not depend on it.
+    length = cache.length(b)
+    blocks, following = first_blocks(cache, Cursor(b, flat >> bits, none, team.rank, none, none, none))
+    start = Cursor(b, flat >> bits, none, team.rank, length, none, gl.cdiv(length, PLAN.block_n))
+    # A program behind the last block computes one all the same: all its scores are masked, and its sums are zero.
+    n = gl.maximum((start.blocks - team.rank + cache.step - 1) >> bits, 1)
+    ring, full, q_ring = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, n, 1)
     barrier = open_inbox(team, cache.rows, PLAN)
-    following = start.behind(SLOTS // 2 * cache.step)
     pages = page_numbers(cache, following)
-    mbarrier.wait(full.index(SLOTS), 0)
-    q = q_tile.reshape([PLAN.columns, PLAN.block_d])
+    mbarrier.wait(full.index(PLAN.slots), 0)
+    q = q_ring.index(0).reshape([PLAN.columns, PLAN.block_d])
     if PLAN.consumers == 0:
         way = KeysAsRows(cache, q, allocate_probabilities(k_desc.dtype, PLAN))
     else:
         way = RowsAsRows(cache, q)
     tiles = ring, full, k_desc, v_desc
-    o, m, total, _ = attend_head(way, start, (n, gl.to_tensor(0), n), tiles, (following, pages, following, pages))
+    o, m, total, _ = attend_head(way, start, (n, gl.to_tensor(0), n), tiles, (following, pages))
     merge_slices(results, team, barrier, start, o, m, total)

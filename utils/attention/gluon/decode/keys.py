@@ -32,9 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from utils.attention.gluon.decode.blocks import (
     clean_values,
     copy_block,
-    copy_queries,
     expect_block,
-    load_next,
+    fill_ring,
+    first_blocks,
+    load_block,
     load_queries,
     mask_block,
     needs_mask,
@@ -129,13 +130,13 @@ def attend_head(way, cursor, span, tiles, loads):
 
     way: `KeysAsRows`, or `cluster_rows.RowsAsRows`. span: how many blocks, the number of the first among those of this program,
     and how many the program has. tiles: the ring, its barriers, and the descriptors of K and V. loads: cursor and pages of the
-    block whose K, and of the one whose V is to be loaded next; K runs a block before V.
+    block to load next; in a head K runs a block before V.
     """
     cache = way.cache
     SLOTS: gl.constexpr = cache.PLAN.slots
     n, i, count = span
     ring, full, k_desc, v_desc = tiles
-    k_next, k_pages, v_next, v_pages = loads
+    block, pages = loads
     state = way.unseen()
     # The first scores by themselves; each step then starts the scores of the next block, so that the tensor cores
     # compute them during this block's softmax.
@@ -143,8 +144,9 @@ def attend_head(way, cursor, span, tiles, loads):
     mbarrier.wait(full.index(slot), (2 * i // SLOTS) & 1)  # K has arrived
     s = warpgroup_mma_wait(0, [way.start_scores(ring.index(slot))])
     thread_barrier()  # all warps have read this K: TMA may overwrite it
-    more = i + SLOTS // 2 < count
-    k_next, k_pages = load_next(k_desc, cache, k_next, k_pages, ring.index(slot), full.index(slot), more)
+    load_block(k_desc, cache, block, pages, ring.index(slot), full.index(slot), i + SLOTS // 2 < count)
+    following = cache.advance(block)
+    following_pages = page_numbers(cache, following)
     for k in range(n - 1):
         after = 2 * (i + 1) % SLOTS
         mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
@@ -152,15 +154,19 @@ def attend_head(way, cursor, span, tiles, loads):
         slot = 2 * i % SLOTS + 1
         v_full = full.index(slot), (2 * i // SLOTS) & 1
         o_next, m, sums = way.start_block(cursor, cursor.j + k * cache.step, s, state, ring.index(slot), v_full, False)
-        s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
-        thread_barrier()
-        more = i + 1 + SLOTS // 2 < count
-        k_next, k_pages = load_next(k_desc, cache, k_next, k_pages, ring.index(after), full.index(after), more)
-        state = warpgroup_mma_wait(0, [o_next]), m, sums
-        thread_barrier()  # all warps have read V and P
+        s, o = warpgroup_mma_wait(0, [s_next, o_next])
+        state = o, m, sums
+        thread_barrier()  # all warps have read this K and V, and P: TMA may overwrite them
         more = i + SLOTS // 2 < count
-        v_next, v_pages = load_next(v_desc, cache, v_next, v_pages, ring.index(slot), full.index(slot), more)
         i += 1
+        k_more = i + SLOTS // 2 < count
+        expect_block(v_desc, cache, full.index(slot), more)
+        expect_block(k_desc, cache, full.index(after), k_more)
+        copy_block(v_desc, cache, block, pages, ring.index(slot), full.index(slot), more)
+        copy_block(k_desc, cache, following, following_pages, ring.index(after), full.index(after), k_more)
+        block, pages = following, following_pages
+        following = cache.advance(block)
+        following_pages = page_numbers(cache, following)
 
     # The last block, with no scores to start.
     slot = 2 * i % SLOTS + 1
@@ -170,9 +176,9 @@ def attend_head(way, cursor, span, tiles, loads):
     o = warpgroup_mma_wait(0, [o_next])
     thread_barrier()
     more = i + SLOTS // 2 < count
-    v_next, v_pages = load_next(v_desc, cache, v_next, v_pages, ring.index(slot), full.index(slot), more)
+    load_block(v_desc, cache, block, pages, ring.index(slot), full.index(slot), more)
     m, total = way.totals((o, m, sums))
-    return o, m, total, (k_next, k_pages, v_next, v_pages)
+    return o, m, total, (following, following_pages)
 
 
 @gluon.jit
@@ -187,50 +193,22 @@ def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     """One program: its share of the blocks of all heads; each head, or its part, is stored."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
-    SLOTS: gl.constexpr = PLAN.slots
-    dtype: gl.constexpr = k_desc.dtype
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(PLAN.columns))
     cursor, count = cache.start(whole)
     if count > 0:
-        ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
-        full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-        q_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, PLAN.columns, PLAN.block_d], q_desc.layout)
-        q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        p_tile = allocate_probabilities(dtype, PLAN)
-        for fill in gl.static_range(SLOTS):
-            mbarrier.init(full.index(fill), count=1)
-        for fill in gl.static_range(2):
-            mbarrier.init(q_full.index(fill), count=1)
-        # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
-        mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
-        for fill in gl.static_range(SLOTS):
-            expect_block(k_desc, cache, full.index(fill), fill // 2 < count)
-        # TMA completes the barriers through the async proxy, and may otherwise find them as they were before; and a warp
-        # could wait on a barrier that is not ready.
-        fence_async_shared()
-        thread_barrier()
-
-        copy_queries(q_desc, cache, cursor, q_ring.index(0), q_full.index(0), True)
-        following = cursor
-        pages = page_numbers(cache, following)
-        for fill in gl.static_range(SLOTS // 2):
-            copy_block(k_desc, cache, following, pages, ring.index(2 * fill), full.index(2 * fill), fill < count)
-            copy_block(
-                v_desc, cache, following, pages, ring.index(2 * fill + 1), full.index(2 * fill + 1), fill < count
-            )
-            following = cache.advance(following)
-            pages = page_numbers(cache, following)
-        loads = following, pages, following, pages
-
+        blocks, following = first_blocks(cache, cursor)
+        ring, full, q_ring = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, count, 2)
+        p_tile = allocate_probabilities(k_desc.dtype, PLAN)
+        loads = following, page_numbers(cache, following)
         done = gl.to_tensor(0)
         piece = gl.to_tensor(0)
         while done < count:
             n = gl.minimum(cursor.blocks - cursor.j, count - done)
             following = cache.advance(cursor.at_last())
             # The other tile of Q was used by the piece before, whose products are done.
-            tile, barrier = q_ring.index((piece + 1) % 2), q_full.index((piece + 1) % 2)
+            tile, barrier = q_ring.index((piece + 1) % 2), full.index(PLAN.slots + (piece + 1) % 2)
             load_queries(q_desc, cache, following, tile, barrier, done + n < count)
-            mbarrier.wait(q_full.index(piece % 2), (piece // 2) & 1)
+            mbarrier.wait(full.index(PLAN.slots + piece % 2), (piece // 2) & 1)
             q = q_ring.index(piece % 2).reshape([PLAN.columns, PLAN.block_d])
             way = KeysAsRows(cache, q, p_tile)
             o, m, total, loads = attend_head(way, cursor, (n, done, count), (ring, full, k_desc, v_desc), loads)

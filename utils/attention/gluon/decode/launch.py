@@ -156,7 +156,10 @@ class Launch:
         ends = 2 * found.programs * plan.columns * (plan.block_d + 2)
         self.merge_sizes: tuple = found.tiles, rows, plan.columns, plan.block_d.bit_length() - 1, head_dim, ends
         self.merge_sizes += (scale * LOG2_E,)
-        pieces = -(-min(rows, plan.columns) * plan.block_d // MERGE_NUMBERS)
+        many = (
+            found.programs > 8 * batch * heads
+        )  # parts of a head, which the merge then shares among four groups of lanes
+        pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_NUMBERS // 4 if many else MERGE_NUMBERS))
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
         self.parts = ends + 2 * batch * heads if found.merged else 0
         self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
@@ -210,7 +213,7 @@ class Launch:
             (attention_decode, self.grid, (*maps, *memory), (*self.sizes, plan, attend_of(plan)), plan.options)
         ]
         if self.parts:
-            options = {"num_warps": 4, "launch_pdl": True}
+            options = {"num_warps": 4, "launch_pdl": True, "maxnreg": 96}
             kernels.append((attention_decode_merge, self.merge_grid, memory[:2], self.merge_sizes, options))
         if self.device.type != "cuda":
             for kernel, grid, tensors, rest, options in kernels:
@@ -230,8 +233,7 @@ class Launch:
 
         twin = reassembled(compiled, policy_copies)
         if self.plan.cluster:
-            alone = ALONE_BYTES if self.plan.per_sm == 1 else 0
-            shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, alone)
+            shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
             twin.metadata = compiled.metadata._replace(shared=shared)
         return twin
 

@@ -21,6 +21,8 @@ from utils.kernels.early_launch import wait_for_launch_before
 
 WIDTH = gl.constexpr(4)
 HELD = gl.constexpr(8)  # with more an SM has room for fewer programs
+GROUPS = gl.constexpr(4)  # of lanes, which share the parts of a head that has more than HELD
+LANES_OF_GROUP = gl.constexpr(32 // 4)
 
 
 @gluon.jit
@@ -107,53 +109,69 @@ class Results:
 
 
 @gluon.jit
-def add_piece(results, first, count, piece, columns, d_bits):
+def add_piece(results, first, count, piece, shared, columns, d_bits):
     """Add up some numbers of a head, neighbours of a row, over the parts of `count` programs.
 
-    results: pointers, scale, and where the head's rows begin and how many there are. A thread holds WIDTH neighbours of
-    HELD parts, so that all its loads are under way at the same time.
+    results: pointers, scale, and where the head's rows begin and how many there are. A thread holds WIDTH neighbours of HELD
+    parts, so that all its loads are under way at the same time. shared: the GROUPS of a warp have other parts of the same numbers.
     """
-    LANES: gl.constexpr = 32 * gl.num_warps()
-    layout: gl.constexpr = gl.BlockedLayout([HELD, 1, WIDTH], [1, 32, 1], [1, gl.num_warps(), 1], [2, 1, 0])
-    sums: gl.constexpr = gl.SliceLayout(2, layout)
-    result: gl.constexpr = gl.SliceLayout(0, layout)
+    LANES: gl.constexpr = LANES_OF_GROUP * gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout(
+        [HELD, 1, 1, WIDTH], [1, GROUPS, LANES_OF_GROUP, 1], [1, 1, gl.num_warps(), 1], [3, 2, 1, 0]
+    )
+    loads: gl.constexpr = gl.SliceLayout(3, layout)  # [parts, groups, lanes]
+    sums: gl.constexpr = gl.SliceLayout(0, loads)  # [groups, lanes]
+    result: gl.constexpr = gl.SliceLayout(0, layout)  # [groups, lanes, neighbours]
     out_ptr, parts_ptr, c, above, rows, head_dim = results
-    at = (piece * LANES + gl.arange(0, LANES, gl.SliceLayout(0, sums))) * WIDTH
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, sums))[:, None]
+    lane = gl.arange(0, LANES, gl.SliceLayout(0, sums))[None, :]
+    at = (gl.where(shared, piece, piece * GROUPS + group) * LANES + lane) * WIDTH
     block_d = 1 << d_bits
     column = at >> d_bits
     d = (at & (block_d - 1)) // WIDTH * WIDTH
     exists = (column < rows) & (d < head_dim)
-    split = gl.arange(0, HELD, gl.SliceLayout(1, sums))
-    width = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    m = gl.full([LANES], MINUS_INF, gl.float32, gl.SliceLayout(0, sums))
-    total = gl.zeros([LANES], gl.float32, gl.SliceLayout(0, sums))
-    o = gl.zeros([LANES, WIDTH], gl.float32, result)
-    for begin in range(0, count, HELD):
-        i = begin + split
+    held = gl.arange(0, HELD, gl.SliceLayout(1, gl.SliceLayout(2, loads)))[:, None]
+    turn = gl.where(shared, gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, loads))), 0)[None, :]
+    width = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    m = gl.full([GROUPS, LANES], MINUS_INF, gl.float32, sums)
+    total = gl.zeros([GROUPS, LANES], gl.float32, sums)
+    o = gl.zeros([GROUPS, LANES, WIDTH], gl.float32, result)
+    for begin in range(0, count, gl.where(shared, GROUPS * HELD, HELD)):
+        i = begin + turn * HELD + held
         part = 2 * (first + i) + (i == 0).to(gl.int32)
-        here = (i < count)[:, None] & exists[None, :]
+        here = (i < count)[:, :, None] & exists[None, :, :]
         # Multiples of WIDTH, known to the compiler: it then loads all neighbours at once.
-        start = (part * (columns * (block_d + 2) // WIDTH * WIDTH))[:, None]
-        numbers = start + (at + 2 * columns // WIDTH * WIDTH)[None, :]
+        start = (part * (columns * (block_d + 2) // WIDTH * WIDTH))[:, :, None]
+        numbers = start + (at + 2 * columns // WIDTH * WIDTH)[None, :, :]
         # Past the L1: other SMs have written this a moment ago.
-        pointers = parts_ptr + numbers[:, :, None] + width[None, None, :]
-        values = gl.load(pointers, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
-        pointers = parts_ptr + start + column[None, :]
+        pointers = parts_ptr + numbers[:, :, :, None] + width[None, None, None, :]
+        values = gl.load(pointers, mask=here[:, :, :, None], other=0.0, cache_modifier=".cg")
+        pointers = parts_ptr + start + column[None, :, :]
         maxima = gl.load(pointers, mask=here, other=MINUS_INF, cache_modifier=".cg")
         totals = gl.load(pointers + columns, mask=here, other=0.0, cache_modifier=".cg")
         top = gl.maximum(m, gl.max(maxima, 0))
         shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # no key yet: 2^(-inf), not nan
-        weight = gl.exp2(maxima * c - shifted[None, :])
+        weight = gl.exp2(maxima * c - shifted[None, :, :])
         old = gl.exp2(m * c - shifted)
         m = top
         total = total * old + gl.sum(totals * weight, 0)
-        o = o * gl.convert_layout(old, gl.SliceLayout(1, result))[:, None] + gl.sum(values * weight[:, :, None], 0)
-    o = o * gl.convert_layout(inverse(total), gl.SliceLayout(1, result))[:, None]
+        o = o * gl.convert_layout(old, gl.SliceLayout(2, result))[:, :, None] + gl.sum(
+            values * weight[:, :, :, None], 0
+        )
+    if shared:
+        top = gl.max(m, 0)
+        shifted = gl.where(top == MINUS_INF, 0.0, top * c)
+        weight = gl.exp2(m * c - shifted[None, :])
+        total = gl.broadcast(gl.sum(total * weight, 0)[None, :], total)[0]
+        weight = gl.convert_layout(weight, gl.SliceLayout(2, result))
+        o = gl.broadcast(gl.sum(o * weight[:, :, None], 0)[None, :, :], o)[0]
+        exists &= group == 0
+    o = o * gl.convert_layout(inverse(total), gl.SliceLayout(2, result))[:, :, None]
     place = (above + column).to(gl.int64) * head_dim + d
-    out = out_ptr + gl.convert_layout(place, gl.SliceLayout(1, result))[:, None]
-    out += gl.arange(0, WIDTH, gl.SliceLayout(0, result))[None, :]
-    keep = gl.convert_layout(exists, gl.SliceLayout(1, result))
-    gl.store(out, o.to(out_ptr.dtype.element_ty), mask=keep[:, None])
+    out = out_ptr + gl.convert_layout(place, gl.SliceLayout(2, result))[:, :, None]
+    out += gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, result)))[None, None, :]
+    keep = gl.convert_layout(exists, gl.SliceLayout(2, result))
+    gl.store(out, o.to(out_ptr.dtype.element_ty), mask=keep[:, :, None])
 
 
 @gluon.jit(do_not_specialize=["tiles", "rows", "columns", "d_bits", "head_dim", "ends"])
@@ -170,6 +188,7 @@ def attention_decode_merge(out_ptr, parts_ptr, tiles, rows, columns, d_bits, hea
     first = gl.load(parts_ptr + ends + 2 * head, cache_modifier=".cg").to(gl.int32)
     count = gl.load(parts_ptr + ends + 2 * head + 1, cache_modifier=".cg").to(gl.int32) - first + 1
     if count > 1:
-        pieces = gl.cdiv(mine << d_bits, 32 * gl.num_warps() * WIDTH)
-        for piece in range(gl.program_id(1), pieces, gl.num_programs(1)):
-            add_piece(results, first, count, piece, columns, d_bits)
+        shared = count > HELD
+        numbers = LANES_OF_GROUP * gl.num_warps() * WIDTH * gl.where(shared, 1, GROUPS)  # of a piece
+        for piece in range(gl.program_id(1), gl.cdiv(mine << d_bits, numbers), gl.num_programs(1)):
+            add_piece(results, first, count, piece, shared, columns, d_bits)

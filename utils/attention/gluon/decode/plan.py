@@ -17,7 +17,9 @@ SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
 MOST_PARTS = 16  # programs of a cluster
-MERGE_NUMBERS = 512  # of a head, that a program of the merge adds up at the same time
+MERGE_NUMBERS = (
+    512  # of a head, that a program of the merge adds up at the same time; a quarter where it has many parts
+)
 MERGE_PROGRAMS = 2048  # of the second launch, about
 ONE_PIECE = 30  # as the logarithm of a page's tokens: the cache is not in pages
 
@@ -30,6 +32,9 @@ HALF_BYTES = 40_000_000
 # A merge takes as long as one program reads so many bytes for each of a head's 128 numbers or fewer, and six times what a part has.
 # Heads of 512 keys that are not divided take 12 to 19 us in place of 16 to 24.
 MERGE_BYTES = 1 << 11
+# Keys of the longest sequence up to which each of many heads has a program of its own where sequences have lengths: 0.92 of the time
+# over thirty calls. Not over small pages, nor with many times as many heads as SMs and query rows as rows: up to 1.3 of it.
+ONE_HEAD_KEYS = 1024
 # Of a head's keys and values: up to here tiles of 64 query rows that run at the same time are faster than half as many of 128.
 SHORT_BYTES = 1 << 21
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
@@ -43,8 +48,6 @@ UNEQUAL_BYTES = 600_000
 # Of 128 keys, of a program in a cluster of sixteen: four heads of 117,000 keys took 83 us in place of 72.
 MOST_BLOCKS = 16
 CLUSTER_KEYS = 8192  # up to which clusters were timed at head dimension 64
-PAGED_KEYS = 2048, 16384  # of the longest sequence, where each sequence in pages has clusters of its own
-PAGED_SIZE = 64 * 8192  # sequences times keys up to which that was timed
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,9 @@ class Plan:
         """Triton's options of the launch.
 
         Roles share a program's registers among themselves. With one consumer they are so few that a program of the merge finds
-        room on the SM and waits there with its first instructions loaded: 4% over nine calls. For 256 columns ptxas needs 168.
+        room on the SM and waits there with its first instructions loaded: 4% over nine calls. For 256 columns, and with two consumers, ptxas needs 168.
         """
-        most = 168 if self.block_d == 256 else 128 if self.consumers == 2 else 112 if self.per_sm == 2 else 144
+        most = 168 if self.block_d == 256 or self.consumers == 2 else 112 if self.per_sm == 2 else 144
         return {"num_warps": 4 * max(self.consumers, 1)} | (
             {"maxnreg": most} if self.consumers and not self.cluster else {}
         )
@@ -104,9 +107,7 @@ class Plan:
 # where each program reads long heads; more slots are 1 to 2% slower from 250 MB on.
 KEYS = {64: (128, 4), 128: (128, 4), 256: (64, 6)}
 ROWS = {64: (128, 4), 128: (128, 4), 256: (64, 4)}
-# With two consumers; 64 keys are 1.03 times as fast as blocks of 128 over ten calls.
-TWO_ROWS = {64: (128, 8), 128: (64, 8), 256: (64, 4)}
-CLUSTERS = {64: (128, 8), 128: (128, 6)}
+TWO_ROWS = {64: (128, 8), 128: (128, 4), 256: (64, 4)}  # with two consumers
 # Head dimension, columns, keys, slots. A block of 128 keys and 64 columns do not fit into the registers of a thread.
 FP8 = (
     (64, 8, 128, 12),
@@ -124,9 +125,9 @@ TILES: dict[tuple, Plan] = {
     # With as many heads as SMs two programs share one: 1.05 times as fast over 15 calls, 1.3 at most; with fewer heads 0.84 to 1.03.
     ("keys of many heads", 128): Plan(128, 64, MANY_ROWS, 4, per_sm=2),
     **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in TWO_ROWS.items()},
-    **{("cluster", d): Plan(d, n, 8, slots, cluster=True) for d, (n, slots) in CLUSTERS.items()},
+    # For head dimension 64, too: the columns behind it are zeros, and cost no bytes.
+    ("cluster", 128): Plan(128, 128, 8, 6, cluster=True),
     ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, cluster=True),
-    ("cluster of a sequence", 128): Plan(128, 64, 8, 4, per_sm=2, cluster=True),
     **{("fp8", d, columns): Plan(d, n, columns, slots, per_sm=2, fp8=True) for d, columns, n, slots in FP8},
 }
 
@@ -204,11 +205,16 @@ def takes_whole_heads(shape: Shape, plan: Plan, heads: int, programs: int) -> bo
 
     heads: of all sequences, tiles of query rows counted. Seven tenths of the SMs read as fast as all of them.
     """
+    if shape.lengths and heads > programs:
+        few = not plan.consumers or heads <= 4 * programs
+        return few and shape.seen <= ONE_HEAD_KEYS and not 0 < shape.page < SMALL_PAGE
     blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
     rounds = -(-heads // programs)
-    # What a program reads more than its share; lengths are half of the longest.
-    more = shape.bytes // (shape.batch * shape.kv_heads) * (1 - heads / programs / (2 if shape.lengths else 1))
-    if heads <= programs and more <= MERGE_BYTES * min(plan.block_d, 128) + 24 * plan.columns * plan.block_d:
+    # What a program reads more than its share, in the width of its tile; lengths are half of the longest.
+    width = plan.block_d / shape.head_dim / (shape.batch * shape.kv_heads)
+    more = shape.bytes * width * (1 - heads / programs / (2 if shape.lengths else 1))
+    rows = min(shape.rows, plan.columns)
+    if heads <= programs and more <= MERGE_BYTES * min(plan.block_d, 128) + 24 * rows * plan.block_d:
         return True
     balanced = rounds * programs <= 1.04 * heads or blocks == 1 or 0.7 * programs <= heads <= programs
     return balanced and not shape.lengths
@@ -233,18 +239,6 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     return parts
 
 
-def sequence_parts(shape: Shape) -> int:
-    """Choose the programs of a cluster where each of several sequences in pages has 64 programs; 0 for the other kernels.
-
-    A long sequence among short ones is then as fast as by itself; two programs share an SM, so that nearly all SMs work where
-    lengths are equal. The lengths and the first pages are on their way together, which the other kernels fetch one by one.
-    """
-    parts = 64 // shape.kv_heads
-    timed = shape.width == 128 and shape.rows <= 8 and shape.page and shape.batch > 1
-    few = PAGED_KEYS[0] <= shape.keys <= PAGED_KEYS[1] and shape.batch * shape.keys <= PAGED_SIZE
-    return parts if timed and few and parts * shape.kv_heads == 64 and parts in FITTING_CLUSTERS else 0
-
-
 def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
     """Choose the tile of the kernels without clusters."""
     width, rows = shape.width, shape.rows
@@ -254,10 +248,11 @@ def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
     heads = shape.batch * shape.kv_heads
     # Two tiles of 64 rows that are computed at the same time read keys from the L2.
     short = shape.bytes <= SHORT_BYTES * heads and heads * -(-rows // 64) <= multiprocessors
-    if rows > 64 and not short and not 0 < shape.page < SMALL_PAGE:
+    small_pages = 0 < shape.page < SMALL_PAGE
+    if rows > 64 and not short and (width == 128 or not small_pages):
         return TILES["rows", width, 2]
     # Where a block is several pages, a warp that does nothing but load is worth more.
-    if rows > MANY_ROWS or 0 < shape.page < SMALL_PAGE:
+    if rows > MANY_ROWS or small_pages:
         return TILES["rows", width, 1]
     return TILES["keys of many heads" if width == 128 and heads >= multiprocessors else "keys", width]
 
@@ -269,12 +264,9 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     alike = (
         multiprocessors >= 132 and shape.rows <= 64 and not (shape.window or shape.fp8 or 0 < shape.page < SMALL_PAGE)
     )
-    of_sequence = sequence_parts(shape) if alike else 0
-    parts = of_sequence or (cluster_parts(shape, multiprocessors) if alike else 0)
-    if of_sequence:
-        plan = TILES["cluster of a sequence", 128]
-    elif parts:
-        plan = TILES["cluster of rows" if shape.rows > 8 else "cluster", shape.width]
+    parts = cluster_parts(shape, multiprocessors) if alike else 0
+    if parts:
+        plan = TILES["cluster of rows" if shape.rows > 8 else "cluster", 128]
     else:
         plan = choose_tile(shape, multiprocessors)
     if 0 < shape.page < plan.box:
@@ -287,5 +279,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     places = multiprocessors * (plan.per_sm if heads >= multiprocessors or plan.fp8 else 1)
     whole = takes_whole_heads(shape, plan, heads, places)
     few = heads * shape.bytes <= HALF_BYTES and not shape.fp8
-    programs = min(heads, places) if whole else max(1, places // 2 if few else places)
+    programs = max(1, places // 2 if few else places)
+    if whole:
+        programs = heads if shape.lengths else min(heads, places)
     return Arrangement(plan, programs, tiles, whole=whole, hint=hint)

@@ -29,7 +29,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from utils.attention.gluon.decode.blocks import load_block, load_queries, mask_block, needs_mask, page_numbers
+from utils.attention.gluon.decode.blocks import (
+    fill_ring,
+    first_blocks,
+    load_block,
+    load_queries,
+    mask_block,
+    needs_mask,
+    page_numbers,
+)
 from utils.attention.gluon.decode.keys import allocate_probabilities, softmax, thread_sums
 from utils.attention.gluon.shared import MINUS_INF, accumulator, left_operand, thread_barrier
 
@@ -136,16 +144,6 @@ def store_queries(raw, target, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def load_blocks(k_desc, v_desc, cache, cursor, numbers, i, k_ring, v_ring, full, pred):
-    """Start the copies of block i's keys and values into its slot; returns the next block's cursor and page numbers."""
-    slot = i % (cache.PLAN.slots // 2)
-    load_block(k_desc, cache, cursor, numbers, k_ring.index(slot), full.index(2 * slot), pred)
-    load_block(v_desc, cache, cursor, numbers, v_ring.index(slot), full.index(2 * slot + 1), pred)
-    cursor = cache.advance(cursor)
-    return cursor, page_numbers(cache, cursor)
-
-
-@gluon.jit
 def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     """One program, its share of the blocks of all heads: load, convert, multiply, and store each head or its part."""
     cache = results.cache
@@ -153,45 +151,29 @@ def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     COLUMNS: gl.constexpr = PLAN.columns
-    SLOTS: gl.constexpr = PLAN.slots // 2
+    SLOTS: gl.constexpr = PLAN.slots
     layout: gl.constexpr = accumulator(COLUMNS)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     cursor, count = cache.start(whole)
     if count > 0:
-        k_ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-        v_ring = gl.allocate_shared_memory(v_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
-        full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
-        q_raw = gl.allocate_shared_memory(q_desc.dtype, [1, 1, COLUMNS, BLOCK_D], q_desc.layout)
-        q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        blocks, ahead = first_blocks(cache, cursor)
+        ring, full, q_raw = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, count, 1)
+        numbers = page_numbers(cache, ahead)  # of the block to load next
         q_tile = gl.allocate_shared_memory(gl.float16, [COLUMNS, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
         p_tile = allocate_probabilities(gl.float16, PLAN)
-        for fill in gl.static_range(2 * SLOTS):
-            mbarrier.init(full.index(fill), count=1)
-        mbarrier.init(q_full, count=1)
-        # TMA completes the barriers through the async proxy, and may otherwise find them as they were before; and a warp
-        # could wait on a barrier that is not ready.
-        fence_async_shared()
-        thread_barrier()
-
-        load_queries(q_desc, cache, cursor, q_raw, q_full, True)
-        ahead = cursor  # the block to load next
-        numbers = page_numbers(cache, ahead)
-        for fill in gl.static_range(SLOTS):
-            wanted = fill < count
-            ahead, numbers = load_blocks(k_desc, v_desc, cache, ahead, numbers, fill, k_ring, v_ring, full, wanted)
 
         done = gl.to_tensor(0)
         piece = gl.to_tensor(0)
         while done < count:
             n = gl.minimum(cursor.blocks - cursor.j, count - done)
             following = cache.advance(cursor.at_last())
-            mbarrier.wait(q_full, piece & 1)
-            power = store_queries(q_raw, q_tile, PLAN)
+            mbarrier.wait(full.index(SLOTS), piece & 1)
+            power = store_queries(q_raw.index(0), q_tile, PLAN)
             # wgmma reads the queries through the async proxy, and TMA writes the next ones through it: without the fence and
             # the barrier the one may read the last tile, and the other overtake a slow warp's loads.
             fence_async_shared()
             thread_barrier()
-            load_queries(q_desc, cache, following, q_raw, q_full, done + n < count)
+            load_queries(q_desc, cache, following, q_raw.index(0), full.index(SLOTS), done + n < count)
             factor_s = gl.convert_layout(power, columns) * gl.load(scales_ptr + cursor.head)
             v_scale = gl.load(scales_ptr + cache.heads + cursor.head)
 
@@ -202,21 +184,22 @@ def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
             for k in range(n):
                 j = cursor.j + k
                 i = done + k
-                slot = i % SLOTS
-                phase = (i // SLOTS) & 1
-                mbarrier.wait(full.index(2 * slot), phase)  # K has arrived
-                keys = keys_operand(k_ring.index(slot), BLOCK_N, BLOCK_D, COLUMNS)
+                slot = 2 * i % SLOTS
+                phase = (2 * i // SLOTS) & 1
+                mbarrier.wait(full.index(slot), phase)  # K has arrived
+                keys = keys_operand(ring.index(slot), BLOCK_N, BLOCK_D, COLUMNS)
                 s = warpgroup_mma(keys, q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
-                mbarrier.wait(full.index(2 * slot + 1), phase)  # V has arrived
-                values = values_operand(v_ring.index(slot), cursor, j, PLAN)
+                mbarrier.wait(full.index(slot + 1), phase)  # V has arrived
+                values = values_operand(ring.index(slot + 1), cursor, j, PLAN)
                 # All warps have read K and V into registers: TMA may overwrite them. Without the fence it may overtake the
                 # loads, without the barrier a slow warp.
                 fence_async_shared()
                 thread_barrier()
-                more = i + SLOTS < count
-                ahead, numbers = load_blocks(
-                    k_desc, v_desc, cache, ahead, numbers, i + SLOTS, k_ring, v_ring, full, more
-                )
+                more = i + SLOTS // 2 < count
+                load_block(k_desc, cache, ahead, numbers, ring.index(slot), full.index(slot), more)
+                load_block(v_desc, cache, ahead, numbers, ring.index(slot + 1), full.index(slot + 1), more)
+                ahead = cache.advance(ahead)
+                numbers = page_numbers(cache, ahead)
                 s = warpgroup_mma_wait(0, [s]) * factor_s[None, :]
                 if needs_mask(cache, cursor, j):
                     s = mask_block(s, cache, cursor, j, 0)

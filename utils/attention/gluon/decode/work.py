@@ -208,7 +208,9 @@ class Cache:
     @gluon.jit
     def advance(self, cursor):
         """The cursor at the program's next block."""
-        j = cursor.j + self.step
+        if self.PLAN.cluster:
+            return cursor.behind(self.step)  # the programs of a cluster have one head, and take its blocks in turn
+        j = cursor.j + 1
         over = j >= cursor.blocks
         j = gl.where(over, 0, j)
         tile = cursor.tile + over.to(gl.int32)
