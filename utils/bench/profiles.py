@@ -115,10 +115,7 @@ def nsight(base: Path, request: Request, level: str, l2: str) -> tuple[Path | No
 def replay(request: Request) -> None:
     """Build the side of a request, warm it up, and call it once inside its NVTX range."""
     ((target, _),), device = read_name(request.target), torch.device(request.device)
-    settings = {
-        key: Setting(tuple(value) if isinstance(value, list) else value, "default")
-        for key, value in request.values.items()
-    }
+    settings = {key: Setting(value, "default") for key, value in request.values.items()}
     case = next(case for case in target.cases(settings, device) if case.label == request.label)
     built = target.build(case, request.side, *target.inputs(case))
     for _ in range(REPLAY_WARMUP):
