@@ -54,11 +54,6 @@ class Request:
         label = re.sub(r"[^A-Za-z0-9]+", "-", self.label).strip("-")
         return f"{self.side}_{self.target.partition(':')[2]}_{label}"
 
-    @property
-    def command(self) -> list[str]:
-        """The command that runs the side in a process of its own."""
-        return [sys.executable, "-m", "utils.bench.profiles", json.dumps(asdict(self))]
-
 
 def profile_side(fn: Callable[[], object], request: Request, folder: Path, level: str, l2: str) -> dict:
     """Profile one side's call: files in `folder`, the reason for what is missing, and kernels with their durations.
@@ -97,7 +92,7 @@ def nsight(base: Path, request: Request, level: str, l2: str) -> tuple[Path | No
         return None, f"{name} was left out: there is no GPU to look at."
     if (tool := shutil.which(executable)) is None:
         return None, f"{name} was left out: {executable} is not on PATH."
-    command = [tool, *flags, *request.command]
+    command = [tool, *flags, sys.executable, "-m", "utils.bench.profiles", json.dumps(asdict(request))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, cwd=ROOT, check=False)
     except subprocess.TimeoutExpired:
@@ -115,10 +110,7 @@ def nsight(base: Path, request: Request, level: str, l2: str) -> tuple[Path | No
 def replay(request: Request) -> None:
     """Build the side of a request, warm it up, and call it once inside its NVTX range."""
     ((target, _),), device = read_name(request.target), torch.device(request.device)
-    settings = {
-        key: Setting(tuple(value) if isinstance(value, list) else value, "default")
-        for key, value in request.values.items()
-    }
+    settings = {key: Setting(value, "default") for key, value in request.values.items()}
     case = next(case for case in target.cases(settings, device) if case.label == request.label)
     built = target.build(case, request.side, *target.inputs(case))
     for _ in range(REPLAY_WARMUP):

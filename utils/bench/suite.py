@@ -13,6 +13,7 @@ kernel function that returns anything else. The result says which of the two tim
 from __future__ import annotations
 
 import math
+import numbers
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -84,6 +85,9 @@ class CUDABenchmarkHarness:
         """
         if not callable(kernel_func):
             raise BenchError(f"kernel_func must be callable, got {type(kernel_func).__name__}; pass the function.")
+        for name, count in (("flop_count", flop_count), ("memory_bytes", memory_bytes)):
+            if count is not None and not (isinstance(count, numbers.Real) and 0 < count < math.inf):
+                raise BenchError(f"{name} is {count!r}; it is the finite number of one call, above 0, or None.")
         config = self.config
         work: dict[str, Any] = {"label": kernel_name, "flops": flop_count, "bytes": memory_bytes}
         torch.manual_seed(config.seed)

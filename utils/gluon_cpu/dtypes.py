@@ -60,8 +60,6 @@ def to_bits(data: np.ndarray, dtype) -> np.ndarray:
     """Return the bits of values, as integers where NumPy lacks the type."""
     if dtype.name not in HELD_WIDER:
         return data
-    if dtype.name == "bf16":  # the upper half of float32
-        return (data.view(np.uint32) >> 16).astype(np.uint16).view(np.int16)
     kind, same_size, _ = HELD_WIDER[dtype.name]
     return torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).to(kind).view(same_size).numpy()
 
@@ -70,8 +68,6 @@ def from_bits(bits: np.ndarray, dtype) -> np.ndarray:
     """Return the values of bits: the way back from `to_bits`."""
     if dtype.name not in HELD_WIDER:
         return bits.view(numpy_type(dtype))
-    if dtype.name == "bf16":
-        return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     kind, _, same_size = HELD_WIDER[dtype.name]
     return torch.from_numpy(np.ascontiguousarray(bits).view(same_size)).view(kind).float().numpy()
 
@@ -97,6 +93,9 @@ def round_to(data, dtype):
         return data
     kind = kind or numpy_type(dtype)
     if data.dtype.kind == "f" and kind.kind in "iu":
+        if kind.itemsize < 8:  # as on a GPU, the nearest number of 32 bits, and zero for NaN
+            least, most = (0, 2**32 - 1) if kind.kind == "u" else (-(2**31), 2**31 - 1)
+            data = np.clip(np.nan_to_num(data.astype(np.float64)), least, most)
         return np.trunc(data).astype(np.int64).astype(kind)
     return data.astype(kind)
 
@@ -108,6 +107,8 @@ def round_number(value, dtype):
         return bool(value)
     if name in FLOAT_RANK:
         return float(round_wide(value, name) if name in HELD_WIDER else numpy_type(dtype)(value))
+    if isinstance(value, float):
+        return round_to(np.array(value), dtype).item()
     bits = dtype.primitive_bitwidth
     value = int(value) & ((1 << bits) - 1)
     return value - (1 << bits) if not name.startswith("u") and value >> (bits - 1) else value

@@ -87,6 +87,8 @@ def addresses(ptr, mask, what: str):
     keep: np.ndarray = np.ones((), np.bool_)
     if mask is not None:
         mask = to_tensor(mask)
+        if mask.dtype.name != "int1":
+            refuse("kernel", f"{what}: a mask is of True and False, such as `at < n`; this one is {mask.dtype}.")
         layout = broadcast_layout(ptr, mask, f"{what}: pointers and mask")
         if mask.shape and not ptr.shape:
             refuse("layout", f"{what}: one pointer with a mask of shape {list(mask.shape)}.")
@@ -126,6 +128,8 @@ def load(
     dtype = pointer.dtype.element_ty
     values = read_kept(pointer.buffer, offsets, keep)
     if other is not None:
+        if mask is None:
+            refuse("kernel", "gl.load: `other` stands for what a mask leaves out, and there is no mask.")
         other = to_tensor(other)
         if other.shape:
             broadcast_layout(pointer, other, "gl.load: pointers and other")

@@ -224,7 +224,6 @@ TABLE |= {
     range: _range,
     min: lambda *values: functools.reduce(meaning("minimum"), values),
     max: lambda *values: functools.reduce(meaning("maximum"), values),
-    abs: lambda x: meaning("abs")(x),
     isinstance: is_instance,
     gl.static_range: _static_range,
     tl.static_range: _static_range,

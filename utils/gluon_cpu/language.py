@@ -16,7 +16,7 @@ from utils.machine import versions
 from . import context, layouts, memory
 from .aggregates import flatten
 from .context import refuse
-from .dtypes import from_bits, is_float, numpy_type, promote, round_number, round_to, to_bits
+from .dtypes import from_bits, numpy_type, promote, round_number, round_to, to_bits
 from .known import constant, constants, known, meaning
 from .tensors import Tensor, binary, broadcast_layout, operand_type, to_tensor, work
 
@@ -192,8 +192,7 @@ def split(a):
     if not a.shape or a.shape[-1] != 2:
         refuse("layout", f"split needs a last dimension of 2, got shape {list(a.shape)}.")
     layout = layouts.view(a.layout, list(a.shape), "split")
-    parts = (slice(0, 1), slice(1, 2)) if isinstance(a.layout, layouts.EachElement) else (0, 1)
-    return tuple(Tensor(np.ascontiguousarray(a.data[..., i]), a.dtype, layout) for i in parts)
+    return tuple(Tensor(np.ascontiguousarray(a.data[..., i]), a.dtype, layout) for i in (0, 1))
 
 
 @known()
@@ -224,8 +223,8 @@ def _erf(x: np.ndarray) -> np.ndarray:
 def _enter_function(name: str, function, special: bool, of: tuple = (gl, tl)) -> None:
     def run(x):
         x = to_tensor(x)
-        if not is_float(x.dtype):
-            refuse("kernel", f"gl.{name} needs floats, got {x.dtype}; use .to(gl.float32).")
+        if x.dtype.name not in ("fp32", "fp64"):
+            refuse("kernel", f"gl.{name} needs fp32 or fp64, got {x.dtype}; use .to(gl.float32).")
         out = round_to(np.asarray(function(np.asarray(x.data))), x.dtype)
         work(x, special)
         return Tensor(out if out.ndim else out.item(), x.dtype, x.layout)
@@ -275,23 +274,29 @@ def umulhi(x, y):
     return Tensor(high, x.dtype, layout)
 
 
-for _name, _op, _function in (("maximum", "max", max), ("minimum", "min", min)):
-    known(_name)(
-        lambda x, y, propagate_nan=None, op=_op, of_constants=_function: (
-            binary(op, x, y) if isinstance(x, Tensor) or isinstance(y, Tensor) else of_constants(x, y)
-        )
-    )
+def _enter_extreme(name: str, op: str, of_constants) -> None:
+    def run(x, y, propagate_nan=None):
+        if not isinstance(x, Tensor) and not isinstance(y, Tensor):
+            return of_constants(x, y)
+        # Triton compares bf16 as fp32.
+        x, y = (cast(one, gl.float32) if getattr(one, "dtype", None) is gl.bfloat16 else one for one in (x, y))
+        out = binary(op, x, y)
+        if propagate_nan is not None and "ALL" in str(propagate_nan):
+            for one in (x, y):
+                out = where(binary("!=", one, one), one, out) if isinstance(one, Tensor) else out
+        return out
+
+    known(name)(run)
+
+
+_enter_extreme("maximum", "max", max)
+_enter_extreme("minimum", "min", min)
 
 
 @known()
 def clamp(x, min, max, propagate_nan=None):
     """Return the values, those below `min` or above `max` replaced by these."""
-    x = to_tensor(x)
-    out = meaning("minimum")(meaning("maximum")(x, min), max)
-    if propagate_nan is not None and "ALL" in str(propagate_nan):
-        data = np.where(np.isnan(np.asarray(x.data)), np.nan, np.asarray(out.data))
-        return Tensor(round_to(data, out.dtype) if out.shape else data.item(), out.dtype, out.layout)
-    return out
+    return meaning("minimum")(meaning("maximum")(x, min, propagate_nan), max, propagate_nan)
 
 
 @known()

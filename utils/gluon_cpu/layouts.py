@@ -19,13 +19,7 @@ from . import context
 from .context import refuse
 from .known import constant, once_for_constants
 
-
-class EachElement(AutoLayout):
-    """The layout of what a combine function of gl.reduce sees as scalars: the data have them all, and a last dimension of one."""
-
-
-# One object each: layouts are compared by identity first.
-AUTO, EACH = AutoLayout(), EachElement()
+AUTO = AutoLayout()  # one object: layouts are compared by identity first
 
 
 def _refuse(message: str) -> NoReturn:

@@ -139,6 +139,7 @@ class MemDesc:
         start, length, dim = constant(start, "slice's start"), constant(length, "slice's length"), constant(dim, "dim")
         if start < 0 or length < 1 or start + length > self.view.shape[dim]:
             refuse("layout", f"{self.label}.slice({start}, {length}, dim={dim}) leaves its shape {list(self.shape)}.")
+        layouts.check_block([length], f"{self.label}.slice")
         if any(basis[dim - self.rank] for basis in layouts.block_bases(self.layout) if self.rank - dim <= len(basis)):
             text = f"gluon_cpu does not cut {self.label} along a dimension that is spread over the blocks of a cluster"
             refuse("unknown operation", f"{text}. Allocate the parts, or cut before: .index(i) takes a slot.")

@@ -9,7 +9,7 @@ from utils.machine import versions
 
 from . import context, layouts
 from .context import refuse
-from .dtypes import is_int, numpy_type, round_to
+from .dtypes import is_int, round_to
 from .known import constant, known
 from .tensors import Tensor, work
 
@@ -45,18 +45,29 @@ def _reduce_axis(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tens
 
 @known()
 def sum_(input, axis=None, keep_dims=False, dtype=None):
-    """Return the sum along an axis; small integers are added as 32-bit ones, 16-bit floats as fp32."""
+    """Return the sum along an axis; small integers are added as 32-bit ones, other numbers in their own type, by halves."""
     dtype = constant(dtype, "sum's dtype")
     if dtype is None and is_int(input.dtype) and input.dtype.primitive_bitwidth < 32:
         dtype = gl.uint32 if input.dtype.name.startswith("u") else gl.int32
-    kind = np.float32 if input.dtype.name in ("fp16", "bf16", "fp8e4nv", "fp8e5") else numpy_type(dtype or input.dtype)
-    return _reduce_axis(input, axis, keep_dims, lambda d, a: d.sum(axis=a, dtype=kind), dtype)
+    dtype = dtype or input.dtype
+
+    def by_halves(data, axis):
+        parts = np.moveaxis(round_to(data, dtype), axis, 0)
+        while (half := len(parts) // 2) > 0:
+            parts = round_to(parts[:half] + parts[half:], dtype)
+        return parts[0]
+
+    return _reduce_axis(input, axis, keep_dims, by_halves, dtype)
 
 
 def _enter_extreme(name: str, reduce, arg):
     def run(input, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
-        values = _reduce_axis(input, axis, keep_dims, lambda d, a: reduce(d, axis=a))
-        if not constant(return_indices, "return_indices"):
+        indices = constant(return_indices, "return_indices")
+        # Triton widens what has fewer than 32 bits; with indices only bf16.
+        narrow = input.dtype.primitive_bitwidth < 32 and (not indices or input.dtype.name == "bf16")
+        dtype = (gl.int32 if is_int(input.dtype) else gl.float32) if narrow else input.dtype
+        values = _reduce_axis(input, axis, keep_dims, lambda d, a: reduce(d, axis=a), dtype)
+        if not indices:
             return values
         return values, _reduce_axis(input, axis, keep_dims, lambda d, a: arg(d, axis=a), gl.int32)
 
@@ -67,37 +78,23 @@ _enter_extreme("max", np.fmax.reduce, np.argmax)
 _enter_extreme("min", np.fmin.reduce, np.argmin)
 
 
-@known()
-def xor_sum(input, axis=None, keep_dims=False):
-    """Return the exclusive or along an axis."""
-    return _reduce_axis(input, axis, keep_dims, lambda d, a: np.bitwise_xor.reduce(d, axis=a))
-
-
-@known()
-def reduce_or(input, axis, keep_dims=False):
-    """Return the bitwise or along an axis."""
-    return _reduce_axis(input, axis, keep_dims, lambda d, a: np.bitwise_or.reduce(d, axis=a))
+for _name, _function in {"xor_sum": np.bitwise_xor, "reduce_or": np.bitwise_or}.items():
+    known(_name)(
+        lambda input, axis=None, keep_dims=False, function=_function: _reduce_axis(
+            input, axis, keep_dims, lambda data, axis: function.reduce(data, axis=axis)
+        )
+    )
 
 
 @known()
 def reduce(input, axis, combine_fn, keep_dims=False):
     """Combine the slices along an axis, one after the other, by a function of the kernel's author."""
-    many = isinstance(input, tuple)
-    inputs = input if many else (input,)
-    axis = constant(axis, "reduce's axis")
-
-    def parts(i):
-        return [Tensor(np.take(x.data, i, axis=axis)[..., None], x.dtype, layouts.EACH) for x in inputs]
-
-    total = parts(0)
-    for i in range(1, inputs[0].shape[axis]):
-        out = context.program().call(combine_fn, *total, *parts(i))
-        total = list(out) if many else [out]
+    scanned = associative_scan(input, axis, combine_fn)
     results = tuple(
-        _reduce_axis(x, axis, keep_dims, lambda d, a, t=t: t.data[..., 0], t.dtype)
-        for x, t in zip(inputs, total, strict=True)
+        _reduce_axis(x, axis, keep_dims, lambda data, axis: data.take(-1, axis))
+        for x in (scanned if isinstance(input, tuple) else (scanned,))
     )
-    return results if many else results[0]
+    return results if isinstance(input, tuple) else results[0]
 
 
 @known()

@@ -148,9 +148,6 @@ def broadcast_layout(a: Tensor, b: Tensor, what: str):
     if not m or not n:
         return a.layout if m else b.layout
     layout = a.layout if a.layout is b.layout else layouts.same(a.layout, b.layout, what)
-    each = next((x.layout for x in (a, b) if isinstance(x.layout, layouts.EachElement)), None)
-    if each is not None:
-        return each
     if m != n:
         shapes = f"{what}: shapes {list(m)} and {list(n)}"
         if len(m) != len(n) and context.program().run.gluon:  # in plain Triton, dimensions are added in front

@@ -8,11 +8,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
+from tests.utils.bench.bench_runs import SDPA, run_cpu
 from utils.bench import report
 from utils.bench.cli import app
 from utils.bench.errors import BenchError, WrongRun
-from utils.bench.knobs import Sweep
 from utils.bench.report import rows, times_table, to_csv
 from utils.bench.targets import TARGETS, plan
 from utils.bench.targets.base import Built
@@ -37,8 +36,11 @@ def single(x, w):  # as a kernel that has no float64
     assert x.dtype == torch.float32
     return torch.relu(x @ w)
 
-def nothing():
+def nothing(*tensors):
     pass
+
+def first(x, w):
+    return x.argmax(-1), x < 0
 """
 INPUTS = ["--input", "x=randn(n, 32)", "--input", "w=randn(32, 16)"]
 
@@ -92,13 +94,15 @@ def test_what_a_function_was_compared_with_is_said():
     for words, said in (
         (["mine:plain", "--against", "mine:single"], "compared with single: single does not compute in float64"),
         (["mine:single"], "not compared: single does not compute in float64"),
-        (["mine:plain"], "compared with plain in float64"),
+        (["mine:first"], "compared with first in float64"),
+        (["mine:nothing"], "not compared: no tensor is returned"),
     ):
         (found,) = plan(
             [words[0]], [], CPU, {}, inputs=["x=randn(4, 8)", "w=randn(8, 4)"], against=words[2:] and words[2]
         )
         (case,) = found.cases
-        assert said in found.target._reference(case, found.target.inputs(case))[1]
+        results = found.target.expected(case, *found.target.inputs(case))
+        assert said in found.target.compared_with and all(x.dtype == torch.float64 for x in results.values())
 
 
 @pytest.mark.parametrize(
@@ -109,6 +113,7 @@ def test_what_a_function_was_compared_with_is_said():
         (["mine:fused", "--input", "x=rnad(4)"], "Did you mean rand"),
         (["mine:fused", "--input", "x"], "write it as"),
         ([SDPA, "--input", "x=randn(4)"], "module:function"),
+        (["mine:fused", "--input", "x=randn(4)", "--sweep", "n=1,2"], "no --input has it"),
         ([SDPA, "--sweep", "seq_length=16,32"], "No such option '--seq-length'"),
         ([SDPA, "--discard", "slow"], "--discard is ['slow']; it is a list of 'outliers' and 'throttled'"),
     ],
@@ -124,11 +129,6 @@ def test_arguments():
     assert read_argument("dim=-1", {}).constant == -1
     with pytest.raises(BenchError, match="whole number"):
         read_argument("a=randn(0)", {})
-
-
-def test_a_knob_is_swept():
-    (found,) = plan([SDPA], [SMALL.replace("--seq-len 48", "")], CPU, {}, sweep=Sweep("seq_len", ("16", "32")))
-    assert [case.workload.seq_len for case in found.cases] == [16, 32]
 
 
 def test_gelu_runs_on_a_cpu_and_gemm_says_why_not(tmp_path):

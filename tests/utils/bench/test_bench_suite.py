@@ -76,8 +76,9 @@ def test_a_kernel_that_stops_returning_its_time(harness):
     values = iter([0.001] * 5)
     with pytest.raises(BenchError, match="returned None in call"):
         harness.benchmark_kernel(lambda: next(values, None), "forgetful")
-    with pytest.raises(BenchError, match="callable"):
-        harness.benchmark_kernel(3.0, "no function")
+    for kernel, count, word in ((3.0, None, "callable"), (float, -3, "flop_count"), (float, "3", "flop_count")):
+        with pytest.raises(BenchError, match=word):
+            harness.benchmark_kernel(kernel, "wrong", count)
 
 
 def test_flushing_really_writes_the_cache_outside_the_time():

@@ -79,11 +79,19 @@ def reductions(x_ptr, y_ptr, SIZE: gl.constexpr):
     pairs = x.reshape([SIZE // 2, 2])
     even, odd = pairs.split()
     both = gl.join(even, odd).reshape([SIZE])
+    gl.static_assert(gl.max(x.to(gl.float16), 0).dtype == gl.float32)
+    gl.static_assert(gl.maximum(x.to(gl.bfloat16), 0.0).dtype == gl.float32)
     gl.store(y_ptr, gl.reduce(x, 0, larger))
     gl.store(y_ptr + 1, gl.min(x, 0))
     gl.store(y_ptr + 2, gl.sum(both, 0))
     gl.store(y_ptr + 3, gl.sum(even, 0))
     gl.store(y_ptr + 4, gl.max(gl.associative_scan(gl.abs(x), 0, plus), 0))
+
+
+@gluon.jit
+def sum_in_fp16(y_ptr):
+    at = gl.arange(0, 512, gl.BlockedLayout([4], [32], [4], [0]))
+    gl.store(y_ptr, gl.sum(gl.where(at == 0, 2048.0, 0.5).to(gl.float16), 0))
 
 
 @gluon.jit
@@ -103,6 +111,7 @@ def integers(y_ptr, a, b, n):
     while total > 5:
         total = total // 2
     gl.store(y_ptr + 5, total)
+    gl.store(y_ptr + 6, (a * 1e20).to(gl.int32))
 
 
 @gluon.jit

@@ -127,6 +127,12 @@ def careless(x_ptr, y_ptr, n, BUG: gl.constexpr):
         ring[0].store(gl.arange(0, 128, line))
     if BUG == "wait for nothing":
         warpgroup_mma_wait(0, deps=[])
+    if BUG == "exponential in fp16":
+        total += gl.exp2(gl.load(x_ptr).to(gl.float16)).to(gl.int32)
+    if BUG == "mask of numbers":
+        total += gl.load(y_ptr, mask=n)
+    if BUG == "other without a mask":
+        total += gl.load(y_ptr, other=0)
     gl.store(y_ptr, total)
 
 

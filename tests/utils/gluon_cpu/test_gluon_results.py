@@ -154,7 +154,7 @@ def test_the_correct_kernels_are_gluon_that_compiles_for_hopper(tmp_path):
 
 @pytest.mark.parametrize(("a", "b"), [(7, 2), (-7, 2), (7, -2), (-7, -2), (3, 5), (2**30, 3)])
 def test_integers_follow_c(a, b):
-    y = torch.zeros(6, dtype=torch.int32)
+    y = torch.zeros(7, dtype=torch.int32)
     with gluon_cpu.simulate():
         kernels.integers[(1,)](y, a, b, 20)
     wrapped = (a * 1000003 + 2**31) % 2**32 - 2**31
@@ -162,7 +162,15 @@ def test_integers_follow_c(a, b):
     halved = total
     while halved > 5:
         halved //= 2
-    assert y.tolist() == [int(a / b), a - int(a / b) * b, wrapped, min(max(a, b), 3), total, halved]
+    nearest = min(max(int(a * 1e20), -(2**31)), 2**31 - 1)
+    assert y.tolist() == [int(a / b), a - int(a / b) * b, wrapped, min(max(a, b), 3), total, halved, nearest]
+
+
+def test_a_sum_in_fp16_is_rounded_at_each_addition():
+    y = torch.zeros(1)
+    with gluon_cpu.simulate():
+        kernels.sum_in_fp16[(1,)](y)
+    assert y.item() == 2302, "rounded once, it would be 2304"
 
 
 def test_every_dtype_is_rounded_to_nearest_even():

@@ -166,27 +166,23 @@ def test_simulate_decorates_a_function():
     assert sixes() == sixes() == [6, 6, 2]
 
 
+IM2COL = r"im2col mode\. Copy plain tiles with a TensorDescriptor"
+
+
 def test_bad_launches():
     x = torch.zeros(8)
-    with gluon_cpu.simulate():
-        with pytest.raises(TypeError, match="numbers and None; y_ptr is str"):
-            small.programs[(1,)]("x", 1)
-        with pytest.raises(TypeError, match="no parameter or option color"):
-            small.programs[(1,)](x, 1, color=3)
-        with pytest.raises(ValueError, match="power of two"):
-            small.programs[(1,)](x, 1, num_warps=3)
-        with pytest.raises(ValueError, match=r"num_ctas must be 1, 2, 4, 8 or 16, .*; got 3"):
-            small.programs[(1,)](x, 1, num_ctas=3)
-        with pytest.raises(
-            gluon_cpu.UnknownOperationError, match=r"im2col mode\. Copy plain tiles with a TensorDescriptor"
-        ):
-            small.programs[(1,)](type("TensorDescriptorIm2Col", (), {})(), 1)
-        with pytest.raises(ValueError, match="CPU tensors"):
-            small.programs[(1,)](torch.zeros(8, device="meta"), 1)
-        with pytest.raises(TypeError, match="complex"):
-            small.programs[(1,)](torch.zeros(8, dtype=torch.complex64), 1)
-        with pytest.raises(gluon_cpu.KernelError, match="WIDTH is missing"):
-            small.programs[(1,)](x)
+    for arguments, options, error, words in (
+        (("x", 1), {}, TypeError, "numbers and None; y_ptr is str"),
+        ((x, 1), {"color": 3}, TypeError, "no parameter or option color"),
+        ((x, 1), {"num_warps": 3}, ValueError, "power of two"),
+        ((x, 1), {"num_ctas": 3}, ValueError, r"num_ctas must be 1, 2, 4, 8 or 16, .*; got 3"),
+        ((type("TensorDescriptorIm2Col", (), {})(), 1), {}, gluon_cpu.UnknownOperationError, IM2COL),
+        ((x.to("meta"), 1), {}, ValueError, "CPU tensors"),
+        ((x.to(torch.complex64), 1), {}, TypeError, "complex"),
+        ((x,), {}, gluon_cpu.KernelError, "WIDTH is missing"),
+    ):
+        with gluon_cpu.simulate(), pytest.raises(error, match=words):
+            small.programs[(1,)](*arguments, **options)
 
 
 def test_older_tritons_are_refused(monkeypatch):

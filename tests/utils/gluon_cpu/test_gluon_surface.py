@@ -81,16 +81,3 @@ def test_functions_of_newer_versions(propagate):
         newer_functions[(1,)](x, y, getattr(tl.PropagateNan, propagate))
     expected = [x.clamp(-0.5, 0.5), x.cumsum(0), x.flip(0).cumprod(0).flip(0), x]
     torch.testing.assert_close(y, torch.cat(expected), equal_nan=True, atol=1e-5, rtol=1e-5)
-
-
-@gluon.jit
-def refused(y_ptr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    x = gl.zeros([128], gl.uint8, layout)
-    gl.store(y_ptr + gl.arange(0, 128, layout), gl.fp4_to_fp(x, gl.float16, 0))
-
-
-def test_a_refusal_names_the_function_and_what_to_use():
-    words = r"fp4_to_fp.*Hopper has no products of fp4"
-    with pytest.raises(gluon_cpu.UnknownOperationError, match=words), gluon_cpu.simulate():
-        refused[(1,)](torch.zeros(256, dtype=torch.float16))

@@ -119,6 +119,9 @@ CARELESS = {
     "layout without constexpr": "write `layout: gl.constexpr = ...`",
     "subscript of shared memory": r"ring\.index\(i\) is slot i",
     "wait for nothing": "`deps` is empty",
+    "exponential in fp16": "needs fp32 or fp64",
+    "mask of numbers": "this one is int32",
+    "other without a mask": "there is no mask",
 }
 
 

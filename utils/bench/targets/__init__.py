@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -89,6 +90,8 @@ def plan(
     flags, given = _read_flags(extra_args, chosen), {"inputs": tuple(inputs), "against": against}
     if any(given.values()) and not any(isinstance(one.target, functions.UserFunction) for one in chosen.values()):
         raise BenchError("--input and --against are for a function of yours: name it as module:function.")
+    if sweep and any(given.values()) and not any(re.search(rf"\b{sweep.name}\b", text) for text in inputs):
+        raise BenchError(f"--sweep is of {sweep.name}, and no --input has it: 'x=randn({sweep.name}, 4096)' has.")
     plans = []
     for name, one in chosen.items():
         cases: list[Case] = []
