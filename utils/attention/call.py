@@ -17,7 +17,7 @@ import torch
 from utils.attention.backends import BACKENDS, able_backends, find_backend
 from utils.attention.choosing import rank_backends
 from utils.attention.masks.blocks import BlockSize, block_sizes
-from utils.attention.masks.mask_mods import MaskMod
+from utils.attention.masks.mask_mods import MaskMod, captured
 from utils.attention.masks.mask_mods import causal as causal_mask
 from utils.attention.masks.score_mods import ScoreMod
 from utils.attention.prepared import Prepared, compiled_graphs, compiled_versions
@@ -42,7 +42,7 @@ from utils.newest import Newest
 # The bound functions that `attention` keeps may be called with many layouts: allow more, and raise after that.
 _MANY_VERSIONS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
 
-_compiled: Newest[tuple[str, Problem], Bound] = Newest(256)
+_compiled: Newest[tuple[str, Problem, tuple], Bound] = Newest(256)
 _last: Run | None = None
 
 
@@ -133,14 +133,16 @@ def attention(
     functions: dict = {"mask_mod": mask_mod, "score_mod": score_mod}
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, **functions, with_lse=return_lse)
     refusals: dict[str, str] = {}
+    read = captured(mask_mod)
     while True:
         chosen, options, run = _choose(problem, NO_OPTIONS, backend, refusals)
         try:
-            bound = _compiled.get((chosen.name, problem)) or chosen.bind_problem(problem, options)
+            kept = chosen.name, problem, read
+            bound = _compiled.get(kept) or chosen.bind_problem(problem, options)
             if chosen.compiles:
-                if (chosen.name, problem) not in _compiled and len(_compiled) == _compiled.most:
+                if kept not in _compiled and len(_compiled) == _compiled.most:
                     KEPT.clear()  # decisions would keep alive the block mask of the one that is dropped
-                _compiled[chosen.name, problem] = bound
+                _compiled[kept] = bound
             with torch._dynamo.config.patch(_MANY_VERSIONS) if bound.source else nullcontext():
                 out = (bound.first or bound.call)(q, k, v)
             break
@@ -174,7 +176,8 @@ def _compose(q, k, v, seqlens, cu_seqlens, sink, arguments: dict):
     types = dict.fromkeys((torch.float32, q.dtype))
     check_tensor("sink", sink, (q.shape[1],), q.device, *types)  # a score of each head
     out, lse = attention(q, k, v, **(arguments | {"return_lse": True}))
-    score = sink.float()[:, None]
+    # Minus infinity is no sink: as the least number it leaves rows that see no key at zero too.
+    score = sink.float()[:, None].clamp(min=torch.finfo(torch.float32).min)
     # exp(lse) / (exp(lse) + exp(sink)) is what the sink leaves of each weight.
     out = (out * torch.sigmoid(lse - score)[..., None]).to(out.dtype)
     return (out, torch.logaddexp(lse, score)) if arguments["return_lse"] else out
@@ -209,7 +212,8 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backen
         return None
     try:
         hash((mask_mod, score_mod, backend))
-        return backend, causal, scale, window, mask_mod, score_mod, return_lse, needs_grad(q, k, v), layout(q, k, v)
+        functions = (mask_mod, score_mod) if mask_mod is None else (mask_mod, score_mod, captured(mask_mod))
+        return backend, causal, scale, window, functions, return_lse, needs_grad(q, k, v), layout(q, k, v)
     except (RuntimeError, TypeError):
         return None  # sparse and nested tensors have no strides: they are refused, like what cannot be hashed
 

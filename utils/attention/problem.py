@@ -184,7 +184,7 @@ def make_problem(
             raise TypeError(f"{name} must be None or a hashable function of indices; its type is {type(mod).__name__}.")
     # Under fake tensors and vmap, whoever set them up may count the calls.
     if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
-        _try_once(mask_mod, score_mod, q.device)
+        _try_once(mask_mod, score_mod, q.device, (batch - 1, heads - 1, max(sq - 1, 0), sk))
     scale = head_dim**-0.5 if scale is None else _finite(scale)
     shape = batch, heads, kv_heads, sq, sk, head_dim
     functions = mask_mod, score_mod, v_dim if v_dim != head_dim else 0
@@ -219,16 +219,18 @@ def _finite(scale: float) -> float:
 
 
 @functools.lru_cache(maxsize=64)  # functions that are new here
-def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torch.device) -> None:
-    """Call functions for one pair: an error if they raise, or return no mask, or no score.
+def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torch.device, last: tuple) -> None:
+    """Call functions for the last query: an error if they raise, or return no mask, or no score.
 
-    The compiled FlexAttention takes a modifier that returns None for one that changes nothing.
+    The compiled FlexAttention takes a modifier that returns None for one that changes nothing, and on a GPU it reads
+    behind the end of a table that is too short.
     """
+    b, h, query, sk = last
     if mask_mod is not None:
-        index = torch.zeros(1, dtype=torch.int32, device=device)
-        evaluate(mask_mod, index, index)
+        indices = torch.arange(max(query + 1, sk), dtype=torch.int32, device=device)
+        evaluate(mask_mod, indices[query : query + 1], indices[:sk], b, h)
     if score_mod is not None:
-        modify_scores(score_mod, torch.zeros(1, 1, device=device))
+        modify_scores(score_mod, torch.zeros(1, sk, device=device), b, h, query)
 
 
 # ---- backends ----------------------------------------------------------------------------------------------

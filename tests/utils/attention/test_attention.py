@@ -334,6 +334,7 @@ MISTAKES = [  # a change of q, k, v (1, 4, 6, 16) and (1, 2, 6, 16), or argument
     ({"score_mod": lambda s, b, h, q, k: None}, TypeError, "return"),
     ({"score_mod": lambda s, b, h, q, k: s > 0}, TypeError, "bool"),
     ({"score_mod": lambda s, b, h, q, k: s[None]}, TypeError, "one floating-point"),
+    ({"score_mod": score_mods.relative_bias(torch.zeros(2, 9))}, ValueError, "IndexError"),
     ({"seqlens": torch.tensor([3])}, ValueError, "int32"),
     ({"seqlens": INT([9])}, ValueError, "6 keys"),
     ({"seqlens": INT([3]), "window": "x"}, ValueError, "window"),
@@ -350,6 +351,13 @@ MISTAKES = [  # a change of q, k, v (1, 4, 6, 16) and (1, 2, 6, 16), or argument
     ({"return_lse": True, "backend": "sdpa"}, AttentionUnsupported, "log-sum-exp"),
     ({"sink": torch.zeros(4), "backend": "flash"}, AttentionUnsupported, "log-sum-exp"),
 ]
+
+
+def test_a_sink_of_minus_infinity_is_none_also_where_nothing_is_seen():
+    q, k, v = tensors(1, 2, 2, 6, 6, 16)
+    late = {"mask_mod": lambda b, h, q, k: (q > 2) & (k <= q)}
+    out = attention(q, k, v, sink=torch.full((2,), -math.inf), **late)
+    torch.testing.assert_close(out, attention(q, k, v, **late))
 
 
 @pytest.mark.parametrize("number", range(len(MISTAKES)))

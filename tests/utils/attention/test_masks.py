@@ -1,5 +1,6 @@
 """Masks, score modifiers, sparsity and their pictures: each against loops over pairs written out here."""
 
+import functools
 import math
 
 import matplotlib
@@ -170,6 +171,24 @@ def test_sparsity_of_a_mask_known_by_hand():
     assert sparsity(None, 100, 60, 64).density == 1.0
 
 
+SPAN = 16
+
+
+def test_blocks_are_built_anew_for_a_mask_that_reads_something_else_now(monkeypatch):
+    ids, place, last = document_ids([16] * 4), [16], torch.tensor(3)
+    for mask, change in (
+        (documents(ids), lambda: ids.zero_()),
+        (both(causal, documents(ids)), lambda: ids.add_(torch.arange(64) // 32)),
+        (lambda b, h, q, k: q // SPAN == k // SPAN, lambda: monkeypatch.setitem(globals(), "SPAN", 64)),
+        (lambda b, h, q, k: q // place[0] == k // place[0], lambda: place.__setitem__(0, 64)),
+        (functools.partial(lambda last, b, h, q, k: k <= last, last), lambda: last.fill_(63)),
+    ):
+        before = build_block_mask(mask, 64, 64, block_size=16)
+        assert build_block_mask(mask, 64, 64, block_size=16) is before
+        change()
+        assert build_block_mask(mask, 64, 64, block_size=16).sparsity() != before.sparsity()
+
+
 def plain(mask, sq=64, sk=64, kv_heads=2, **arguments):
     """What a kernel that knows causal masks and windows is asked in place of a mask function."""
     problem = make_problem(torch.empty(1, 2, sq, 8), *[torch.empty(1, kv_heads, sk, 8)] * 2, mask_mod=mask, **arguments)
@@ -186,7 +205,7 @@ def test_a_kernel_is_asked_only_for_the_masks_that_it_does_by_itself():
     assert plain(both(documents(16), causal)) == "causal, documents of 16 as sequences"
     assert plain(documents(16)) == "documents of 16 as sequences"
     for mask in (
-        documents(IDS),
+        documents(document_ids([30, 34])),
         prefix_lm(3),
         negate(causal),
         both(causal, causal),

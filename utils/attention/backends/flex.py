@@ -20,7 +20,7 @@ import torch
 
 from utils.attention.backends.plain import reason_against_compiling
 from utils.attention.masks.blocks import BlockSize, block_sizes, build_timed, count_blocks
-from utils.attention.masks.mask_mods import MaskMod, different_masks, row_chunks
+from utils.attention.masks.mask_mods import MaskMod, captured, different_masks, row_chunks
 from utils.attention.prepared import compile_attend, own_copy
 from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused
 from utils.machine.device import Support, compile_support, compute_capability, flash_attn_support
@@ -63,14 +63,20 @@ def triton_options(problem: Problem, block_size: BlockSize = 128) -> dict:
     mask, device = problem.mask_function(), str(problem.device)
     if different_masks(mask, problem.batch, problem.heads, device) != (1, 1):
         return tile  # the claims would have to be counted for each sequence and head
-    return tile | proved_options(mask, problem.sq, problem.sk, device, blocks, least_keys)
+    return tile | proved_options(mask, problem.sq, problem.sk, device, blocks, least_keys, captured(mask))
 
 
 @functools.lru_cache(maxsize=64)
 def proved_options(
-    mask_mod: MaskMod | None, sq: int, sk: int, device: str, block_size: tuple[int, int], tile_keys: int
+    mask_mod: MaskMod | None,
+    sq: int,
+    sk: int,
+    device: str,
+    block_size: tuple[int, int],
+    tile_keys: int,
+    read: tuple = (),
 ) -> dict:
-    """Return the claims about a mask that counting shows to hold, for tiles of `tile_keys` keys.
+    """Return the claims about a mask, which has `captured` these, that counting shows to hold, for tiles of `tile_keys` keys.
 
     ROWS_GUARANTEED_SAFE: each query sees a key of the first tile that the kernel visits. That it sees a key in some
     tile is not enough, though FlexAttention's documentation says so: after the first tile the running maximum would

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from utils.attention.masks.mask_mods import MaskMod, check_device, different_masks, errors_of, name_of, row_chunks
+from utils.attention.masks.mask_mods import (
+    MaskMod,
+    captured,
+    check_device,
+    different_masks,
+    errors_of,
+    name_of,
+    row_chunks,
+)
 from utils.newest import Newest
 from utils.validation import whole_number
 
@@ -90,9 +98,10 @@ def build_timed(
         raise ValueError(f"mask function {name_of(mask_mod)} reads {missing}, for how many of them blocks are listed.")
     lengths = whole_number("sq", sq), whole_number("sk", sk)
     key = (mask_mod, sequences, own_heads, *lengths, str(device), block_sizes(block_size))
-    if key not in _kept:
-        _kept[key] = _build(*key)
-    return _kept[key]
+    kept = key, captured(mask_mod)
+    if kept not in _kept:
+        _kept[kept] = _build(*key)
+    return _kept[kept]
 
 
 def _build(mask_mod, batch, heads, sq, sk, device, block_size) -> tuple[Any, float]:
