@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from utils.attention.gluon.backward.order import (
     Blocks,
     Order,
     best_order,
-    block_order,
     blocks_of,
     in_order,
     list_schedule,
@@ -49,7 +49,7 @@ def test_a_section_of_one_head_left_over_is_what_cost_a_third():
     blocks = blocks_at(2, 8, 8, 4128, 64, True)
     assert blocks.fit == 15
     before = schedule_tiles(blocks, Order(15, blocks.count))
-    chosen = block_order(blocks)
+    chosen = best_order(blocks)
     assert chosen.section == 8
     assert before > 1.3 * schedule_tiles(blocks, chosen)
     assert schedule_tiles(blocks, chosen) < 1.1 * sum(in_order(blocks, chosen.section)) / blocks.sms
@@ -60,7 +60,7 @@ def test_a_section_of_one_head_left_over_is_what_cost_a_third():
     [((4, 32, 32, 4096, 64, True), 16), ((1, 32, 32, 16384, 64, True), 4), ((1, 16, 16, 16384, 128, False), 2)],
 )
 def test_the_tables_points_keep_the_sections_that_were_measured(shape, section):
-    assert block_order(blocks_at(*shape)).section == section
+    assert best_order(blocks_at(*shape)).section == section
 
 
 @pytest.mark.parametrize(("count", "pieces"), [(2048, True), (300, True), (8, True), (132, False), (135, True)])
@@ -71,6 +71,17 @@ def test_the_last_round_is_cut_where_that_ends_earlier(count, pieces):
     assert order.whole == (count - count % 132 if pieces else count)
     assert (order.pieces > 1) == pieces and order.slots == (count - order.whole) * order.pieces
     assert schedule_tiles(blocks, order) <= schedule_tiles(blocks, Order(1, blocks.count))
+
+
+def test_few_programs_of_dq_are_cut():
+    """4 heads of 128 queries and 8192 keys: four programs of 128 tiles, as long as all other SMs have work for 32."""
+    blocks = blocks_of(
+        plan_for(6, 256), *(torch.empty(1, 4, n, 256, device="meta") for n in (128, 8192)), 132, span(False, 0)
+    )
+    assert blocks.dq == (128,)
+    order = best_order(blocks)
+    assert order.dq > 4 and schedule_tiles(blocks, order) < 0.3 * schedule_tiles(blocks, replace(order, dq=1))
+    assert best_order(blocks_at(4, 8, 8, 4096, 256, True)).dq == 1
 
 
 def test_a_schedule_gives_the_next_program_to_whoever_is_free():
@@ -88,9 +99,10 @@ def test_a_schedule_gives_the_next_program_to_whoever_is_free():
         ((2, 8, 8, 4128, 128, True), False),
         ((4, 16, 16, 4096, 128, True), False),
         ((1, 32, 32, 16384, 64, False), False),
+        ((2, 4, 1, 636, 256, True), True),  # 20 blocks, of up to 40 tiles
+        ((4, 8, 8, 4096, 256, False), False),
     ],
 )
 def test_few_blocks_are_cut(shape, pieces):
     order = best_order(blocks_at(*shape))
     assert (order.slots > 0 and order.whole == 0) == pieces
-    assert not block_order(blocks_at(*shape)).slots

@@ -5,10 +5,10 @@ queries: under a causal mask one to all of them, with grouped heads as many time
 things make SMs wait for each other at the end:
 
 - A long block that starts late. Heads come in sections that fit in the L2, the longest blocks of a section first. 16 heads
-  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size, and larger
-  where that makes up for it: packed sequences of 8 heads ended 3 and 7% earlier.
+  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size.
 - Fewer blocks than SMs, or a last round of few blocks. Then these blocks are cut into pieces (`shares.py`), if that gains more
-  than the sums of the pieces cost. All pieces of a block come before the next block's, so that the last ones are short.
+  than the sums of the pieces cost. All pieces of a block come before the next block's, so that the last ones are short. Few
+  programs of dQ's own kernel are cut, too.
 
 The schedule is computed as a list schedule: each block goes to the SM that is free first, with costs that were fitted to
 recorded times. Of six orders at each of fourteen short shapes, the fastest was chosen thirteen times.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from utils.attention.gluon.backward.plan import BackwardPlan
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 # What the heads in flight should fit in, of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit up to 30%.
 L2_BYTES = 32 << 20
-# In tiles of queries, each 2.1 to 2.4 us:
-BLOCK_TILES = 1.4  # beginning and end of a block: barriers, the first K and Q, stores of dV and dK
-FINISH_TILES = 0.5  # more work for the last kernel
+# In tiles of queries, each 2.1 to 2.4 us, and 1.6 us of a wide head:
+BLOCK_TILES = 1.4, 4.7  # beginning and end of a block, and of a wide head's: the first K and Q, stores of dV and dK
+FINISH_TILES = 0.5, 2.0  # more work for the last kernel, which a wide head has for pieces alone
 ADD_TILES = 0.0061  # writing and reading a piece of 128 keys x 64 columns once more, of all SMs together
-LARGE_GAIN = 0.97  # what is read from memory again costs so much: a guess, 30% were seen for all heads
+DQ_TILES = 1.2, 3.0  # a tile of keys, and beginning and end, of a program of dQ's own kernel
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
 MOST_BLOCKS = 8  # of an SM, that are scheduled one by one: those before them end at about the same time on all SMs
-PIECES = 2, 3, 4, 5, 6, 8, 12, 16  # of a block
+PIECES = 2, 3, 4, 5, 6, 8, 12, 16  # of a block, or of the keys of a program of dQ's own kernel
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Order:
     whole: int  # so many blocks are taken as they are
     pieces: int = 1  # of each block behind them
     slots: int = 0  # of all these blocks
+    dq: int = 1  # of the keys that a program of dQ's own kernel sees
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Blocks:
     fit: int  # heads of keys that fit in the L2 together
     sms: int
     width: int = 128  # columns
+    dq: tuple[int, ...] = ()  # tiles of keys that each program of dQ's own kernel sees
 
     @property
     def count(self) -> int:
@@ -89,9 +91,13 @@ def blocks_of(
     tiles = tiles or query_tiles(sq, sk, plan.block_m, plan.block_n, *reach)
     # Of a head Q and dO in 16 bits, and the sums of dQ in 32.
     fit = max(1, L2_BYTES // (-(-sq // 128) * 128 * plan.block_d * 8 * (heads // kv_heads)))
-    return Blocks(tiles, batch * kv_heads, heads // kv_heads, fit, sms, plan.block_d)
+    keys = 128 if plan.block_d == 64 else 64
+    # To a query, keys are what queries are to a key. The last rows come first.
+    dq = () if plan.dq else query_tiles(sk, sq, keys, 128, *reach[::-1])[::-1]
+    return Blocks(tiles, batch * kv_heads, heads // kv_heads, fit, sms, plan.block_d, dq)
 
 
+@functools.lru_cache(maxsize=2)
 def in_order(blocks: Blocks, section: int) -> list[int]:
     """Return how many tiles each block has, in the order in which SMs take them."""
     found: list[int] = []
@@ -103,43 +109,44 @@ def in_order(blocks: Blocks, section: int) -> list[int]:
 
 def list_schedule(costs: list[float], sms: int) -> float:
     """Return when the last SM ends, if each takes the next program as soon as it is free."""
-    free = [0.0] * sms
-    for cost in costs:
+    free = costs[:sms]
+    heapq.heapify(free)
+    for cost in costs[sms:]:
         heapq.heapreplace(free, free[0] + cost)
     return max(free)
 
 
 def schedule_tiles(blocks: Blocks, order: Order) -> float:
     """Return how long an order takes, in tiles, with the kernel that adds up the pieces."""
-    tiles, pieces = in_order(blocks, order.section), order.pieces
-    costs = [n + BLOCK_TILES for n in tiles[: order.whole]]
+    tiles, pieces, wide = in_order(blocks, order.section), order.pieces, blocks.width == 256
+    alike = blocks.heads * blocks.group * order.dq  # programs of dQ's own kernel, which begin before the others
+    costs = [DQ_TILES[0] * -(-n // order.dq) + DQ_TILES[1] for n in blocks.dq for _ in range(alike)]
+    added = order.slots + (len(costs) if order.dq > 1 else 0)
+    longest = max(costs, default=0)
+    costs += [n + BLOCK_TILES[wide] for n in tiles[: order.whole]]
     rest = tiles[order.whole :]
-    costs += [n * (i + 1) // pieces - n * i // pieces + BLOCK_TILES for n in rest for i in range(pieces)]
+    costs += [n * (i + 1) // pieces - n * i // pieces + BLOCK_TILES[wide] for n in rest for i in range(pieces)]
     first = max(len(costs) // blocks.sms - MOST_BLOCKS, 0) * blocks.sms
-    end = sum(costs[:first]) / blocks.sms + list_schedule(costs[first:], blocks.sms)
-    return end + (FINISH_TILES + ADD_TILES * (blocks.width // 64) * len(rest) * pieces if rest else 0)
-
-
-def block_order(blocks: Blocks) -> Order:
-    """Return an order of whole blocks: heads in even sections that fit in the L2, or twice as large where that ends earlier."""
-    # Heads that run at the same time anyway need not fit.
-    fit = max(blocks.fit, -(-blocks.sms // len(blocks.tiles)))
-    count = -(-blocks.heads // fit)
-    small, large = (Order(-(-blocks.heads // n), blocks.count) for n in (count, -(-count // 2)))
-    return large if LARGE_GAIN * schedule_tiles(blocks, small) > schedule_tiles(blocks, large) else small
+    end = max(sum(costs[:first]) / blocks.sms + list_schedule(costs[first:], blocks.sms), longest)
+    return end + (FINISH_TILES[wide] + ADD_TILES * (blocks.width // 64) * added if added else 0)
 
 
 @functools.lru_cache(maxsize=512)
 def best_order(blocks: Blocks) -> Order:
     """Return the order that ends first: of whole blocks, or with those of the last round or section, or all, in pieces."""
-    found = block_order(blocks)
-    last_section = (blocks.heads - 1) // found.section * found.section * len(blocks.tiles)
-    wholes = 0, last_section, blocks.count - blocks.count % blocks.sms
+    time = functools.partial(schedule_tiles, blocks)
+    # Even sections of heads that fit in the L2; those that run at the same time anyway need not.
+    sections = -(-blocks.heads // max(blocks.fit, -(-blocks.sms // len(blocks.tiles))))
+    section = -(-blocks.heads // sections)
+    last_section = (blocks.heads - 1) // section * section * len(blocks.tiles)
+    found = Order(section, blocks.count)
     cut = [
-        Order(found.section, whole, pieces, (blocks.count - whole) * pieces)
-        for whole in wholes
+        Order(section, whole, pieces, (blocks.count - whole) * pieces)
+        for whole in (0, last_section, blocks.count - blocks.count % blocks.sms)
         for pieces in PIECES
         if 0 < (blocks.count - whole) * pieces <= MOST_BLOCKS * blocks.sms
     ]
-    best = min(cut, key=lambda order: schedule_tiles(blocks, order), default=found)
-    return best if schedule_tiles(blocks, best) < PIECES_GAIN * schedule_tiles(blocks, found) else found
+    best = min(cut, key=time, default=found)
+    found = best if time(best) < PIECES_GAIN * time(found) else found
+    few = len(blocks.dq) * blocks.heads * blocks.group < blocks.sms  # programs of dQ's own kernel
+    return min([replace(found, dq=pieces) for pieces in (1, *PIECES)], key=time) if blocks.dq and few else found
