@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -73,17 +72,6 @@ def test_the_last_round_is_cut_where_that_ends_earlier(count, pieces):
     assert schedule_tiles(blocks, order) <= schedule_tiles(blocks, Order(1, blocks.count))
 
 
-def test_few_programs_of_dq_are_cut():
-    """4 heads of 128 queries and 8192 keys: four programs of 128 tiles, as long as all other SMs have work for 32."""
-    blocks = blocks_of(
-        plan_for(6, 256), *(torch.empty(1, 4, n, 256, device="meta") for n in (128, 8192)), 132, span(False, 0)
-    )
-    assert blocks.dq == (128,)
-    order = best_order(blocks)
-    assert order.dq > 4 and schedule_tiles(blocks, order) < 0.3 * schedule_tiles(blocks, replace(order, dq=1))
-    assert best_order(blocks_at(4, 8, 8, 4096, 256, True)).dq == 1
-
-
 def test_a_schedule_gives_the_next_program_to_whoever_is_free():
     assert list_schedule([5, 1, 1, 1, 1], 2) == 5
     assert list_schedule([1, 1, 1, 1, 5], 2) == 7
@@ -100,7 +88,6 @@ def test_a_schedule_gives_the_next_program_to_whoever_is_free():
         ((4, 16, 16, 4096, 128, True), False),
         ((1, 32, 32, 16384, 64, False), False),
         ((2, 4, 1, 636, 256, True), True),  # 20 blocks, of up to 40 tiles
-        ((4, 8, 8, 4096, 256, False), False),
     ],
 )
 def test_few_blocks_are_cut(shape, pieces):

@@ -142,41 +142,53 @@ def start_backward(
 
 
 @gluon.jit
-def finish_rows(sums, stride, count, out_ptr, row, stop, column, head_dim, scale, N: gl.constexpr):
-    """Add up `count` sums of 64 rows x N columns, so far apart, and store them, scaled, as rows behind `out_ptr`, up to `stop`."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
-    i = gl.arange(0, 64 * N, FLAT)
-    total = gl.zeros([64 * N], gl.float32, FLAT)
-    for _ in range(count):
-        # Eight columns follow each other. What lies behind the head dimension was not cleared either.
-        total += gl.load(sums + i, mask=i < (head_dim * 8 - column) * 64, other=0.0)
-        sums += stride
-    r = (row + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]).to(gl.int64)
-    d = column + gl.arange(0, N, gl.SliceLayout(0, layout))[None, :]
-    x = gl.convert_layout(from_fragments(total, N), layout) * scale
-    gl.store(out_ptr + r * (head_dim * 8) + d, x.to(out_ptr.dtype.element_ty), mask=(r < stop) & (d < head_dim * 8))
-
-
-@gluon.jit
 def finish_part(parts_ptr, dv_ptr, dk_ptr, sizes, blocks, program, scale, TABLE: gl.constexpr):
     """Add up the pieces of 64 rows and 32 columns of dV or dK of a block of keys, and store the sums' rows."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     sk, back, head_dim, width = sizes
     blocks_n, section, total, whole, pieces = blocks
     halves = gl.where(width == 4, 1, 2)  # of 64 keys; `wide_heads.py` has blocks of 64
     own = program // (width * 4 * halves)
     quarter = program // (width * 2) - own * 2 * halves  # dV and dK of the first 64 keys, dV and dK of the others
     column = program % (width * 2) * 32
-    sums = parts_ptr + (own.to(gl.int64) * pieces * 2 * halves + quarter) * (width * 4096) + column * 64
+    first = (own.to(gl.int64) * pieces * 2 * halves + quarter) * (width * 4096) + column * 64
+    parts = parts_ptr + first + gl.arange(0, 2048, FLAT)
+    sums = gl.zeros([2048], gl.float32, FLAT)
+    for _piece in range(pieces):
+        sums += gl.load(parts)
+        parts += halves * width * 8192
     n, head = block_place(whole + own, blocks_n, section, total)
     row, stop = n * 64 * halves, sk
     if TABLE:
         row, stop = tile_entry(back, n, sk, 0), tile_entry(back, n, sk, 1)
-    row += quarter // 2 * 64
-    behind = head.to(gl.int64) * sk * head_dim * 8
+    r = row + quarter // 2 * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    d = column + gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
+    at = (head.to(gl.int64) * sk + r) * (head_dim * 8) + d
+    keep = (r < stop) & (d < head_dim * 8)
+    x = gl.convert_layout(from_fragments(sums, 32), layout)
     if quarter % 2 == 0:
-        finish_rows(sums, halves * width * 8192, pieces, dv_ptr + behind, row, stop, column, head_dim, 1.0, 32)
+        gl.store(dv_ptr + at, x.to(dv_ptr.dtype.element_ty), mask=keep)
     else:
-        finish_rows(sums, halves * width * 8192, pieces, dk_ptr + behind, row, stop, column, head_dim, scale, 32)
+        gl.store(dk_ptr + at, (x * scale).to(dk_ptr.dtype.element_ty), mask=keep)
+
+
+@gluon.jit
+def finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, number, scale):
+    """Scale piece `number` of the sums, 64 queries x 64 columns, and store it as rows of dQ."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tile = number // width
+    piece = number - tile * width
+    tiles = gl.cdiv(sq, 128) * 2
+    head = (tile // tiles).to(gl.int64)
+    r = tile % tiles * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    d = piece * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    keep = (r < sq) & (d < head_dim * 8)
+    i = gl.arange(0, 4096, FLAT)
+    # Eight columns follow each other. What lies behind the head dimension was not cleared either.
+    sums = gl.load(sums_ptr + number.to(gl.int64) * 4096 + i, mask=i < (head_dim - piece * 8) * 512, other=0.0)
+    dq = gl.convert_layout(from_fragments(sums, 64), layout)
+    at = dq_ptr + (head * sq + r) * (head_dim * 8) + d
+    gl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=keep)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -197,14 +209,13 @@ def finish_backward(
     whole,
     pieces,
     for_parts,
-    cuts,
     scale,
     TABLE: gl.constexpr,
 ):
     """End a backward pass: grid (for_parts + pieces of dQ's sums,).
 
     head_dim is in units of 8 elements, so that the compiler knows of 16 bytes; width in 64 columns. for_parts: so many programs add
-    up pieces, four for each 64 keys x 64 columns. cuts: sums of dQ. TABLE: `back` is the table of packed sequences.
+    up pieces, four for each 64 keys x 64 columns. TABLE: `back` is the table of packed sequences.
     """
     wait_for_launch_before()
     program = gl.program_id(0)
@@ -213,10 +224,4 @@ def finish_backward(
         finish_part(parts_ptr, dv_ptr, dk_ptr, (sk, back, head_dim, width), blocks, program, scale, TABLE)
     else:
         # The last heads come first, whose sums are still in the L2.
-        # 64 queries x 64 columns. The last heads come first, whose sums are still in the L2.
-        number = (gl.num_programs(0) - 1 - program).to(gl.int64)
-        stride = (gl.num_programs(0) - for_parts).to(gl.int64) * 4096
-        tile, tiles = number // width, gl.cdiv(sq, 128) * 2
-        column, row = (number - tile * width) * 64, tile % tiles * 64
-        out = dq_ptr + tile // tiles * sq * head_dim * 8
-        finish_rows(sums_ptr + number * 4096, stride, cuts, out, row, sq, column, head_dim, scale, 64)
+        finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, gl.num_programs(0) - 1 - program, scale)

@@ -5,10 +5,10 @@ queries: under a causal mask one to all of them, with grouped heads as many time
 things make SMs wait for each other at the end:
 
 - A long block that starts late. Heads come in sections that fit in the L2, the longest blocks of a section first. 16 heads
-  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size.
+  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size, and larger
+  where that makes up for it: packed sequences of 8 heads ended 3 and 7% earlier.
 - Fewer blocks than SMs, or a last round of few blocks. Then these blocks are cut into pieces (`shares.py`), if that gains more
-  than the sums of the pieces cost. All pieces of a block come before the next block's, so that the last ones are short. Few
-  programs of dQ's own kernel are cut, too.
+  than the sums of the pieces cost. All pieces of a block come before the next block's, so that the last ones are short.
 
 The schedule is computed as a list schedule: each block goes to the SM that is free first, with costs that were fitted to
 recorded times. Of six orders at each of fourteen short shapes, the fastest was chosen thirteen times.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from utils.attention.gluon.backward.plan import BackwardPlan
@@ -33,10 +33,11 @@ BLOCK_TILES = 1.4, 4.7  # beginning and end of a block, and of a wide head's: th
 FINISH_TILES = 0.5, 2.0  # more work for the last kernel, which a wide head has for pieces alone
 ADD_TILES = 0.0061  # writing and reading a piece of 128 keys x 64 columns once more, of all SMs together
 DQ_TILES = 1.2, 3.0  # a tile of keys, and beginning and end, of a program of dQ's own kernel
+LARGE_GAIN = 0.97  # what is read from memory again costs so much: a guess, 30% were seen for all heads
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
 MOST_BLOCKS = 8  # of an SM, that are scheduled one by one: those before them end at about the same time on all SMs
-PIECES = 2, 3, 4, 5, 6, 8, 12, 16  # of a block, or of the keys of a program of dQ's own kernel
+PIECES = 2, 3, 4, 5, 6, 8, 12, 16  # of a block
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class Order:
     whole: int  # so many blocks are taken as they are
     pieces: int = 1  # of each block behind them
     slots: int = 0  # of all these blocks
-    dq: int = 1  # of the keys that a program of dQ's own kernel sees
 
 
 @dataclass(frozen=True)
@@ -119,34 +119,34 @@ def list_schedule(costs: list[float], sms: int) -> float:
 def schedule_tiles(blocks: Blocks, order: Order) -> float:
     """Return how long an order takes, in tiles, with the kernel that adds up the pieces."""
     tiles, pieces, wide = in_order(blocks, order.section), order.pieces, blocks.width == 256
-    alike = blocks.heads * blocks.group * order.dq  # programs of dQ's own kernel, which begin before the others
-    costs = [DQ_TILES[0] * -(-n // order.dq) + DQ_TILES[1] for n in blocks.dq for _ in range(alike)]
-    added = order.slots + (len(costs) if order.dq > 1 else 0)
-    longest = max(costs, default=0)
+    # The programs of dQ's own kernel begin before the others.
+    costs = [DQ_TILES[0] * n + DQ_TILES[1] for n in blocks.dq for _ in range(blocks.heads * blocks.group)]
     costs += [n + BLOCK_TILES[wide] for n in tiles[: order.whole]]
     rest = tiles[order.whole :]
     costs += [n * (i + 1) // pieces - n * i // pieces + BLOCK_TILES[wide] for n in rest for i in range(pieces)]
     first = max(len(costs) // blocks.sms - MOST_BLOCKS, 0) * blocks.sms
-    end = max(sum(costs[:first]) / blocks.sms + list_schedule(costs[first:], blocks.sms), longest)
-    return end + (FINISH_TILES[wide] + ADD_TILES * (blocks.width // 64) * added if added else 0)
+    end = sum(costs[:first]) / blocks.sms + list_schedule(costs[first:], blocks.sms)
+    return end + (FINISH_TILES[wide] + ADD_TILES * (blocks.width // 64) * order.slots if rest else 0)
 
 
 @functools.lru_cache(maxsize=512)
 def best_order(blocks: Blocks) -> Order:
     """Return the order that ends first: of whole blocks, or with those of the last round or section, or all, in pieces."""
-    time = functools.partial(schedule_tiles, blocks)
-    # Even sections of heads that fit in the L2; those that run at the same time anyway need not.
+    # Even sections of heads that fit in the L2, or twice as large. Heads that run at the same time anyway need not fit.
     sections = -(-blocks.heads // max(blocks.fit, -(-blocks.sms // len(blocks.tiles))))
-    section = -(-blocks.heads // sections)
-    last_section = (blocks.heads - 1) // section * section * len(blocks.tiles)
-    found = Order(section, blocks.count)
+    small, large = (-(-blocks.heads // n) for n in (sections, -(-sections // 2)))
+
+    def time(order: Order) -> float:
+        return schedule_tiles(blocks, order) / (LARGE_GAIN if order.section > small else 1)
+
     cut = [
         Order(section, whole, pieces, (blocks.count - whole) * pieces)
+        for section in sorted({small, large})
+        for last_section in [(blocks.heads - 1) // section * section * len(blocks.tiles)]
         for whole in (0, last_section, blocks.count - blocks.count % blocks.sms)
         for pieces in PIECES
         if 0 < (blocks.count - whole) * pieces <= MOST_BLOCKS * blocks.sms
     ]
+    found = min([Order(small, blocks.count), Order(large, blocks.count)], key=time)
     best = min(cut, key=time, default=found)
-    found = best if time(best) < PIECES_GAIN * time(found) else found
-    few = len(blocks.dq) * blocks.heads * blocks.group < blocks.sms  # programs of dQ's own kernel
-    return min([replace(found, dq=pieces) for pieces in (1, *PIECES)], key=time) if blocks.dq and few else found
+    return best if time(best) < PIECES_GAIN * time(found) else found

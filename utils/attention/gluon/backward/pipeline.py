@@ -15,7 +15,7 @@ SLOTS = gl.constexpr(2)  # of the rings of Q and dO
 NOBODY = gl.constexpr(1 << 30)  # the first query that sees a key which does not exist
 # One kernel for all sizes: without `do_not_specialize`, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "blocks_n", "section", "total", "whole", "pieces"]
-SIZES += ["head_dim", "eighths", "width", "for_parts", "cuts"]
+SIZES += ["head_dim", "eighths", "width", "for_parts"]
 SIZES += [f"{tensor}_{stride}" for tensor in ("o", "do") for stride in ("batch", "head", "row")]
 
 
