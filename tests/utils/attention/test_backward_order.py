@@ -10,7 +10,6 @@ from utils.attention.gluon.backward.order import (
     Blocks,
     Order,
     best_order,
-    block_order,
     blocks_of,
     in_order,
     list_schedule,
@@ -49,7 +48,7 @@ def test_a_section_of_one_head_left_over_is_what_cost_a_third():
     blocks = blocks_at(2, 8, 8, 4128, 64, True)
     assert blocks.fit == 15
     before = schedule_tiles(blocks, Order(15, blocks.count))
-    chosen = block_order(blocks)
+    chosen = best_order(blocks)
     assert chosen.section == 8
     assert before > 1.3 * schedule_tiles(blocks, chosen)
     assert schedule_tiles(blocks, chosen) < 1.1 * sum(in_order(blocks, chosen.section)) / blocks.sms
@@ -60,7 +59,7 @@ def test_a_section_of_one_head_left_over_is_what_cost_a_third():
     [((4, 32, 32, 4096, 64, True), 16), ((1, 32, 32, 16384, 64, True), 4), ((1, 16, 16, 16384, 128, False), 2)],
 )
 def test_the_tables_points_keep_the_sections_that_were_measured(shape, section):
-    assert block_order(blocks_at(*shape)).section == section
+    assert best_order(blocks_at(*shape)).section == section
 
 
 @pytest.mark.parametrize(("count", "pieces"), [(2048, True), (300, True), (8, True), (132, False), (135, True)])
@@ -88,9 +87,9 @@ def test_a_schedule_gives_the_next_program_to_whoever_is_free():
         ((2, 8, 8, 4128, 128, True), False),
         ((4, 16, 16, 4096, 128, True), False),
         ((1, 32, 32, 16384, 64, False), False),
+        ((2, 4, 1, 636, 256, True), True),  # 20 blocks, of up to 40 tiles
     ],
 )
 def test_few_blocks_are_cut(shape, pieces):
     order = best_order(blocks_at(*shape))
     assert (order.slots > 0 and order.whole == 0) == pieces
-    assert not block_order(blocks_at(*shape)).slots

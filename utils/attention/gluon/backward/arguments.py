@@ -39,23 +39,23 @@ class Launch(NamedTuple):
 class Gradients:
     """One backward pass: q, out, dout (B, H, Sq, D), k, v (B, Hkv, Sk, D), not empty; lse, dlse (B, H, Sq) fp32.
 
-    dlse: gradient of the log-sum-exp, if it was used. slots: pieces of blocks, whose dK and dV are added up. The tensors
-    from `dq` on are made here.
+    dlse: gradient of the log-sum-exp, if it was used. order: how blocks are cut into pieces, whose sums need a place. The
+    tensors from `dq` on are made here.
     """
 
-    def __init__(self, dout, q, k, v, out, lse, dlse: torch.Tensor | None, plan: BackwardPlan, slots: int):
+    def __init__(self, dout, q, k, v, out, lse, dlse: torch.Tensor | None, plan: BackwardPlan, order: Order):
         self.dout, self.q, self.k, self.v, self.out, self.lse, self.plan = dout, q, k, v, out, lse, plan
         self.dlse = lse if dlse is None else dlse
         heads, rows, width = q.shape[0] * q.shape[1], -(-q.shape[2] // 128) * 128, plan.block_d
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         # From launch to launch, in one piece of memory. The counter, a number, is the last: all begin at multiples of 16 bytes.
-        numbers = 2 * heads * rows, heads * rows * width * bool(plan.dq), slots * 256 * width, 1
+        numbers = 2 * heads * rows, heads * rows * width * bool(plan.dq), order.slots * 2 * plan.block_n * width, 1
         self.between = lse.new_empty(sum(numbers))
         statistics, sums, parts, counter = self.between.split(numbers)
         self.lse2, self.delta = statistics.view(2, heads, rows)  # lse * log2(e), rowsum(dO * O)
         # Where nothing is summed in memory, the kernels get a pointer that they do not use.
         self.sums = sums.view(-1, 128) if plan.dq else self.lse2  # of dQ
-        self.parts = parts if slots else self.lse2  # of dK and dV (`shares.py`)
+        self.parts = parts if order.slots else self.lse2  # of dK and dV (`shares.py`)
         self.counter = counter.view(torch.int32)  # numbers that were drawn (`shares.py`)
 
     def place(self, name: str) -> tuple[int, int]:
@@ -80,12 +80,10 @@ def launches(
     """Return the launches of a backward pass: `start_backward`, dQ's own if there is one, the step's, and the one that finishes."""
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
     rows, width = g.lse2.shape[1], plan.block_d
-    # Columns of the sums of dQ, in units of 64 and, those that are cleared, of 8.
-    summed = (width // 64, head_dim // 8) if plan.dq else (0, 0)
     # In units of 8 elements: the kernel knows so of 16 bytes.
     strides = [n // 8 for x in (g.out, g.dout) for n in x.stride()[:3]]
     tensors: tuple[str, ...] = ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter")
-    numbers: tuple = (*strides, sq, heads, head_dim // 8, *summed)
+    numbers: tuple = (*strides, sq, heads, head_dim // 8, width // 64 * plan.dq)
     constants: dict[str, Any] = {"DLSE": g.dlse is not g.lse}
     found = [Launch("fragments.start_backward", (rows // 64, batch * heads), tensors, numbers, constants)]
     blocks_n = -(-sk // plan.block_n) if packed is None else len(packed.blocks)
@@ -97,8 +95,8 @@ def launches(
         more = (*sizes, scale), constants, (64, 64, keys, keys, 64)
         found.append(Launch("dq.attention_backward_dq", grid, tensors, *more, early=True))
     found.append(step_launch(step, g, sizes, blocks, order.whole + order.slots, scale))
-    for_parts = order.slots // order.pieces * width // 8
-    programs = for_parts + rows // 64 * batch * heads * summed[0]
+    for_parts = order.slots // order.pieces * plan.block_n * width // 1024
+    programs = for_parts + rows // 64 * batch * heads * width // 64 * plan.dq
     if programs:
         tensors = "sums", "dq", "parts", "dv", "dk"
         numbers = *sizes[:3], head_dim // 8, width // 64, *blocks, for_parts, scale
@@ -111,21 +109,21 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
     """Return the launch of a step's own kernel."""
     tensors: tuple[str, ...] = ("q", "dout", "k", "v", "dk", "dv", "lse2", "delta")
     plan, m, n = g.plan, g.plan.block_m, g.plan.block_n
-    if step == 1:
-        kernel, constants = "step1_atomics.attention_backward_step1", {"HEAD_DIM": g.q.shape[-1], "PLAN": plan}
-        return Launch(kernel, (blocks[2], blocks[0]), (*tensors, "sums"), (*sizes, scale), constants)
-    if step == 3 or plan.block_d == 256:
-        kernel = "wide_heads.attention_backward_wide"
-        if step == 3:
-            kernel, tensors = "step3_warp_specialized.attention_backward_step3", (*tensors, "sums")
-        numbers, boxes = (*sizes, *blocks[:3], scale), (m, m, n, 64, 64, 64, m, m)
-        return Launch(kernel, (programs,), tensors, numbers, {"PLAN": plan}, boxes, early=True)
+    boxes: tuple[int, ...] = (m, m, n, n, n, n, m, m)
+    if step < 6:
+        kernel = ("step1_atomics" if step == 1 else "step3_warp_specialized") + f".attention_backward_step{step}"
+        tensors, boxes = ("q", "dout", "k", "v", "lse2", "delta", "dk", "dv", "sums"), (m, m, n, n, m, m)
+        grid, constants = (blocks[2], blocks[0]), {"HEAD_DIM": g.q.shape[-1], "PLAN": plan}
+        return Launch(kernel, grid, tensors, (*sizes, scale), constants, boxes if step == 3 else (), early=step == 3)
+    if plan.block_d == 256:
+        kernel, numbers = "wide_heads.attention_backward_wide", (*sizes, *blocks, scale)
+        return Launch(kernel, (programs,), (*tensors, "parts"), numbers, {"PLAN": plan}, boxes, early=True)
     tensors = *tensors, "sums", "parts", "counter", "dk", "dv"
     # Of a tile's 64 rows of 128 numbers of dQ, or fewer (`storing_warp`), TMA adds up to 32 at once.
-    rows = m, m, n, n, n, n, m, m, math.gcd(32, (plan.depth or 128) // 2)
-    grid, arguments = (min(programs, processors(g.q.device)),), (*sizes, *blocks, g.q.shape[-1] // 8, scale)
-    kernel = "step6_one_consumer.attention_backward_step6"
-    return Launch(kernel, grid, tensors, arguments, {"PLAN": plan}, rows, 8, early=True, depth=plan.depth)
+    boxes = *boxes, math.gcd(32, (plan.depth or 128) // 2)
+    numbers = *sizes, *blocks, g.q.shape[-1] // 8, scale
+    kernel, programs = "step6_one_consumer.attention_backward_step6", min(programs, processors(g.q.device))
+    return Launch(kernel, (programs,), tensors, numbers, {"PLAN": plan}, boxes, 8, early=True, depth=plan.depth)
 
 
 def run(g: Gradients, launch: Launch) -> Handle | None:

@@ -20,8 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
+from utils.attention.gluon.backward.fragments import store_rows
 from utils.attention.gluon.backward.pipeline import LOG2_E, SIZES, make_sizes
-from utils.attention.gluon.backward.step3_warp_specialized import store_rows
 from utils.attention.gluon.pipeline import allocate_ring
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, tma_load, wait_products
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before

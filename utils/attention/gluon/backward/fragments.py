@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from utils.attention.gluon.backward.pipeline import LOG2_E, SIZES, block_place
 from utils.attention.gluon.intervals import tile_entry
+from utils.attention.gluon.shared import tma_store
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 
 INFINITY = gl.constexpr(float("inf"))
@@ -64,6 +66,16 @@ def add_fragments(sums, x):
     gl.atomic_add(at, to_fragments(x), sem="relaxed")
 
 
+@gluon.jit
+def store_rows(desc, batch, head, row, tile, x):
+    """Store 64 rows through a tile of shared memory, which is free again afterwards."""
+    tile.reshape([64, x.shape[1]]).store(x.to(tile.dtype))
+    # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
+    fence_async_shared()
+    tma_store(desc, [batch, head, row, 0], tile)
+    tma.store_wait(0)
+
+
 @gluon.jit(do_not_specialize=SIZES)
 def start_backward(
     o_ptr,
@@ -84,14 +96,13 @@ def start_backward(
     heads,
     head_dim,
     width,
-    cleared,
     DLSE: gl.constexpr,
 ):
     """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (rows / 64, B * H).
 
     The last heads come first: the main kernel begins with the first ones, and finds theirs in the L2. Strides and
     head_dim are in units of 8 elements, so that the compiler knows of 16 bytes without a kernel for each stride.
-    width: columns of the sums in units of 64; 0 where dQ is not summed in memory. cleared: those that are cleared, in units of 8.
+    width: columns of the sums in units of 64; 0 where dQ is not summed in memory.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     let_next_launch_begin()
@@ -114,7 +125,7 @@ def start_backward(
     for piece in range(width):
         i = gl.arange(0, 4096, FLAT)
         # Eight columns follow each other; nobody reads those behind the head dimension.
-        gl.store(sums + piece * 4096 + i, gl.zeros([4096], gl.float32, FLAT), mask=i < (cleared - piece * 8) * 512)
+        gl.store(sums + piece * 4096 + i, gl.zeros([4096], gl.float32, FLAT), mask=i < (head_dim - piece * 8) * 512)
     delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
     for column in range(128, head_dim * 8, 128):
         keep = (r < sq)[:, None] & (column + d < head_dim * 8)
@@ -132,21 +143,22 @@ def start_backward(
 
 @gluon.jit
 def finish_part(parts_ptr, dv_ptr, dk_ptr, sizes, blocks, program, scale, TABLE: gl.constexpr):
-    """Add up the pieces of 64 rows and 32 columns of dV or dK of a block of 128 keys, and store the sums' rows."""
+    """Add up the pieces of 64 rows and 32 columns of dV or dK of a block of keys, and store the sums' rows."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     sk, back, head_dim, width = sizes
     blocks_n, section, total, whole, pieces = blocks
-    own = program // (width * 8)
-    quarter = program // (width * 2) - own * 4  # dV and dK of the first 64 keys, dV and dK of the others
+    halves = gl.where(width == 4, 1, 2)  # of 64 keys; `wide_heads.py` has blocks of 64
+    own = program // (width * 4 * halves)
+    quarter = program // (width * 2) - own * 2 * halves  # dV and dK of the first 64 keys, dV and dK of the others
     column = program % (width * 2) * 32
-    first = (own.to(gl.int64) * pieces * 4 + quarter) * (width * 4096) + column * 64
+    first = (own.to(gl.int64) * pieces * 2 * halves + quarter) * (width * 4096) + column * 64
     parts = parts_ptr + first + gl.arange(0, 2048, FLAT)
     sums = gl.zeros([2048], gl.float32, FLAT)
     for _piece in range(pieces):
         sums += gl.load(parts)
-        parts += width * 16384
+        parts += halves * width * 8192
     n, head = block_place(whole + own, blocks_n, section, total)
-    row, stop = n * 128, sk
+    row, stop = n * 64 * halves, sk
     if TABLE:
         row, stop = tile_entry(back, n, sk, 0), tile_entry(back, n, sk, 1)
     r = row + quarter // 2 * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
@@ -202,8 +214,8 @@ def finish_backward(
 ):
     """End a backward pass: grid (for_parts + pieces of dQ's sums,).
 
-    head_dim is in units of 8 elements, so that the compiler knows of 16 bytes; width in 64 columns. for_parts: so many programs add up parts, eight for each block that was cut and each 64 columns.
-    TABLE: `back` is the table of packed sequences.
+    head_dim is in units of 8 elements, so that the compiler knows of 16 bytes; width in 64 columns. for_parts: so many programs add
+    up pieces, four for each 64 keys x 64 columns. TABLE: `back` is the table of packed sequences.
     """
     wait_for_launch_before()
     program = gl.program_id(0)

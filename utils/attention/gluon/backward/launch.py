@@ -15,7 +15,7 @@ import torch
 
 from utils.attention.gluon.arguments import addressable, processors
 from utils.attention.gluon.backward.arguments import Gradients, launches, run
-from utils.attention.gluon.backward.order import best_order, block_order, blocks_of
+from utils.attention.gluon.backward.order import Order, best_order, blocks_of
 from utils.attention.gluon.backward.plan import plan_for, span
 from utils.kernels.handle import KEPT, empty, form, start
 
@@ -77,12 +77,6 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
         if any(map(operator.is_not, fit, given)):  # TMA cannot address all of them
             dout, q, k, v, out, lse, seventh = fit
             return gradients(dout, None if dlse is None else seventh, q, k, v, out, lse, problem, step)
-        group, blocks = q.shape[1] // k.shape[1], k.shape[0] * k.shape[1] * -(-k.shape[2] // 64)
-        if q.shape[-1] > 128 and group > 1 and 2 * blocks <= processors(q.device):
-            # Few blocks of 64 keys leave SMs without work. So each query head gets keys of its own, whose gradients are added up.
-            keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-            dq, dk, dv = gradients(dout, dlse, q, keys, values, out, lse, problem, step)
-            return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
         if not q.numel():
             # Contiguous like all other results: torch.compile checks that the layout is the promised one.
             return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
@@ -112,7 +106,7 @@ def _prepare(dout, q, k, v, out, lse, dlse, problem: tuple, step: int) -> tuple[
 
         packed = packed_keys(lengths, causal, window, plan.block_n, plan.block_m, q.device)
     blocks = blocks_of(plan, q, k, processors(q.device), span(causal, window), packed.blocks if packed else ())
-    order = best_order(blocks) if step == 6 and plan.block_d < 256 else block_order(blocks)
-    g = Gradients(dout, q, k, v, out, lse, dlse, plan, order.slots)
+    order = best_order(blocks) if step == 6 else Order(1, 0)
+    g = Gradients(dout, q, k, v, out, lse, dlse, plan, order)
     found = launches(step, g, order, causal, window, scale, packed)
     return tuple([run(g, launch) for launch in found]), [g.dq, g.dk, g.dv, g.between]

@@ -21,8 +21,8 @@ def compile_backward(
     q = torch.empty(1, 1, 128, head_dim, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(1, 1, 128, device="meta")
     packed = Packed(torch.empty(4, dtype=torch.int32, device="meta"), (1,)) if mask == "packed" else None
-    g = Gradients(q, q, q, q, q, lse, None, plan_for(step, head_dim, deterministic, mask), 2)
-    launch = launches(step, g, Order(1, 0, 2, 2), True, 0, 1.0, packed)[number]
+    g = Gradients(q, q, q, q, q, lse, None, plan_for(step, head_dim, deterministic, mask), order := Order(1, 0, 2, 2))
+    launch = launches(step, g, order, True, 0, 1.0, packed)[number]
     kernel, kinds = kernel_of(launch.kernel), map(mangle_type, (*arguments_of(g, launch), *launch.numbers))
     names = [name for name in kernel.arg_names if name not in launch.constants]
     signature = dict(zip(names, kinds, strict=True))

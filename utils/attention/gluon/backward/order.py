@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 # What the heads in flight should fit in, of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit up to 30%.
 L2_BYTES = 32 << 20
-# In tiles of queries, each 2.1 to 2.4 us:
-BLOCK_TILES = 1.4  # beginning and end of a block: barriers, the first K and Q, stores of dV and dK
-FINISH_TILES = 0.5  # more work for the last kernel
+# In tiles of queries, each 2.1 to 2.4 us, and 1.6 us of a wide head:
+BLOCK_TILES = 1.4, 4.7  # beginning and end of a block, and of a wide head's: the first K and Q, stores of dV and dK
+FINISH_TILES = 0.5, 2.0  # more work for the last kernel, which a wide head has for pieces alone
 ADD_TILES = 0.0061  # writing and reading a piece of 128 keys x 64 columns once more, of all SMs together
+DQ_TILES = 1.2, 3.0  # a tile of keys, and beginning and end, of a program of dQ's own kernel
 LARGE_GAIN = 0.97  # what is read from memory again costs so much: a guess, 30% were seen for all heads
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
@@ -59,6 +60,7 @@ class Blocks:
     fit: int  # heads of keys that fit in the L2 together
     sms: int
     width: int = 128  # columns
+    dq: tuple[int, ...] = ()  # tiles of keys that each program of dQ's own kernel sees
 
     @property
     def count(self) -> int:
@@ -89,9 +91,13 @@ def blocks_of(
     tiles = tiles or query_tiles(sq, sk, plan.block_m, plan.block_n, *reach)
     # Of a head Q and dO in 16 bits, and the sums of dQ in 32.
     fit = max(1, L2_BYTES // (-(-sq // 128) * 128 * plan.block_d * 8 * (heads // kv_heads)))
-    return Blocks(tiles, batch * kv_heads, heads // kv_heads, fit, sms, plan.block_d)
+    keys = 128 if plan.block_d == 64 else 64
+    # To a query, keys are what queries are to a key. The last rows come first.
+    dq = () if plan.dq else query_tiles(sk, sq, keys, 128, *reach[::-1])[::-1]
+    return Blocks(tiles, batch * kv_heads, heads // kv_heads, fit, sms, plan.block_d, dq)
 
 
+@functools.lru_cache(maxsize=2)
 def in_order(blocks: Blocks, section: int) -> list[int]:
     """Return how many tiles each block has, in the order in which SMs take them."""
     found: list[int] = []
@@ -103,43 +109,44 @@ def in_order(blocks: Blocks, section: int) -> list[int]:
 
 def list_schedule(costs: list[float], sms: int) -> float:
     """Return when the last SM ends, if each takes the next program as soon as it is free."""
-    free = [0.0] * sms
-    for cost in costs:
+    free = costs[:sms]
+    heapq.heapify(free)
+    for cost in costs[sms:]:
         heapq.heapreplace(free, free[0] + cost)
     return max(free)
 
 
 def schedule_tiles(blocks: Blocks, order: Order) -> float:
     """Return how long an order takes, in tiles, with the kernel that adds up the pieces."""
-    tiles, pieces = in_order(blocks, order.section), order.pieces
-    costs = [n + BLOCK_TILES for n in tiles[: order.whole]]
+    tiles, pieces, wide = in_order(blocks, order.section), order.pieces, blocks.width == 256
+    # The programs of dQ's own kernel begin before the others.
+    costs = [DQ_TILES[0] * n + DQ_TILES[1] for n in blocks.dq for _ in range(blocks.heads * blocks.group)]
+    costs += [n + BLOCK_TILES[wide] for n in tiles[: order.whole]]
     rest = tiles[order.whole :]
-    costs += [n * (i + 1) // pieces - n * i // pieces + BLOCK_TILES for n in rest for i in range(pieces)]
+    costs += [n * (i + 1) // pieces - n * i // pieces + BLOCK_TILES[wide] for n in rest for i in range(pieces)]
     first = max(len(costs) // blocks.sms - MOST_BLOCKS, 0) * blocks.sms
     end = sum(costs[:first]) / blocks.sms + list_schedule(costs[first:], blocks.sms)
-    return end + (FINISH_TILES + ADD_TILES * (blocks.width // 64) * len(rest) * pieces if rest else 0)
-
-
-def block_order(blocks: Blocks) -> Order:
-    """Return an order of whole blocks: heads in even sections that fit in the L2, or twice as large where that ends earlier."""
-    # Heads that run at the same time anyway need not fit.
-    fit = max(blocks.fit, -(-blocks.sms // len(blocks.tiles)))
-    count = -(-blocks.heads // fit)
-    small, large = (Order(-(-blocks.heads // n), blocks.count) for n in (count, -(-count // 2)))
-    return large if LARGE_GAIN * schedule_tiles(blocks, small) > schedule_tiles(blocks, large) else small
+    return end + (FINISH_TILES[wide] + ADD_TILES * (blocks.width // 64) * order.slots if rest else 0)
 
 
 @functools.lru_cache(maxsize=512)
 def best_order(blocks: Blocks) -> Order:
     """Return the order that ends first: of whole blocks, or with those of the last round or section, or all, in pieces."""
-    found = block_order(blocks)
-    last_section = (blocks.heads - 1) // found.section * found.section * len(blocks.tiles)
-    wholes = 0, last_section, blocks.count - blocks.count % blocks.sms
+    # Even sections of heads that fit in the L2, or twice as large. Heads that run at the same time anyway need not fit.
+    sections = -(-blocks.heads // max(blocks.fit, -(-blocks.sms // len(blocks.tiles))))
+    small, large = (-(-blocks.heads // n) for n in (sections, -(-sections // 2)))
+
+    def time(order: Order) -> float:
+        return schedule_tiles(blocks, order) / (LARGE_GAIN if order.section > small else 1)
+
     cut = [
-        Order(found.section, whole, pieces, (blocks.count - whole) * pieces)
-        for whole in wholes
+        Order(section, whole, pieces, (blocks.count - whole) * pieces)
+        for section in sorted({small, large})
+        for last_section in [(blocks.heads - 1) // section * section * len(blocks.tiles)]
+        for whole in (0, last_section, blocks.count - blocks.count % blocks.sms)
         for pieces in PIECES
         if 0 < (blocks.count - whole) * pieces <= MOST_BLOCKS * blocks.sms
     ]
-    best = min(cut, key=lambda order: schedule_tiles(blocks, order), default=found)
-    return best if schedule_tiles(blocks, best) < PIECES_GAIN * schedule_tiles(blocks, found) else found
+    found = min([Order(small, blocks.count), Order(large, blocks.count)], key=time)
+    best = min(cut, key=time, default=found)
+    return best if time(best) < PIECES_GAIN * time(found) else found

@@ -4,20 +4,18 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from utils.attention.gluon.intervals import clean_interval, row_bounds, tile_entry
 from utils.attention.gluon.shared import aggregate, meet, pass_by, tma_load, zero_columns
 from utils.kernels.early_launch import wait_for_launch_before
 
-# Hand a tile to TMA, which adds it to memory; its end is waited for as a store's.
-tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
 LOG2_E = gl.constexpr(1.4426950408889634)
 SLOTS = gl.constexpr(2)  # of the rings of Q and dO
 NOBODY = gl.constexpr(1 << 30)  # the first query that sees a key which does not exist
 # One kernel for all sizes: without `do_not_specialize`, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["sq", "sk", "back", "ahead", "heads", "kv_heads", "blocks_n", "section", "total", "whole", "pieces"]
-SIZES += ["head_dim", "eighths", "width", "cleared", "for_parts"]
+SIZES += ["head_dim", "eighths", "width", "for_parts"]
 SIZES += [f"{tensor}_{stride}" for tensor in ("o", "do") for stride in ("batch", "head", "row")]
 
 
@@ -236,10 +234,20 @@ def part_of(sizes, n, flat, piece, pieces, slot):
 
 
 @gluon.jit
-def own_block(sizes, blocks_n, section, total):
-    """The Part of a program that has one block, all of it."""
-    n, flat = block_place(gl.program_id(0), blocks_n, section, total)
-    return part_of(sizes, n, flat, n * 0, 1, n * 0 - 1)
+def numbered_part(sizes, blocks, number):
+    """The Part of a number: the first `whole` numbers are blocks, those behind are equal pieces of the other blocks."""
+    blocks_n, section, total, whole, pieces_each = blocks
+    block = number
+    piece = number * 0
+    slot = piece - 1
+    pieces = piece + 1
+    if number >= whole:
+        slot = number - whole
+        pieces = pieces_each
+        piece = slot % pieces
+        block = whole + slot // pieces
+    n, flat = block_place(block, blocks_n, section, total)
+    return part_of(sizes, n, flat, piece, pieces, slot)
 
 
 @aggregate
@@ -252,30 +260,24 @@ class Work:
     q: RowRing
     do: RowRing
     k: gl.shared_memory_descriptor  # (1, 1, BLOCK_N, BLOCK_D)
-    v: gl.shared_memory_descriptor  # (tiles, 1, 1, keys of a tile, BLOCK_D)
+    v: gl.shared_memory_descriptor  # (1, 1, BLOCK_N, BLOCK_D)
     loaded: gl.shared_memory_descriptor  # mbarriers: K and V have arrived
 
-    @gluon.jit
-    def k_rows(self, W: gl.constexpr):
-        """Rows W * 64 .. W * 64 + 63 of K."""
-        return self.k.reshape([self.k.shape[2], self.k.shape[3]]).slice(W * 64, 64, 0)
 
-    @gluon.jit
-    def v_rows(self, W: gl.constexpr):
-        """Rows W * 64 .. W * 64 + 63 of V, where a tile of V has 64 keys."""
-        return self.v.index(W).reshape([64, self.v.shape[4]])
+@gluon.jit
+def rows_of(tile, W: gl.constexpr):
+    """Rows W * 64 .. W * 64 + 63 of K or V."""
+    return tile.reshape([tile.shape[2], tile.shape[3]]).slice(W * 64, 64, 0)
 
 
 @gluon.jit
 def allocate_work(sizes, descriptors, scale):
     """Allocate rings, tiles and barriers that all kernels have, and return what their roles get."""
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
-    KEYS: gl.constexpr = v_desc.block_type.shape[2]
-    V_SHAPE: gl.constexpr = [sizes.PLAN.block_n // KEYS] + v_desc.block_type.shape  # noqa: RUF005
     q = allocate_row_ring(q_desc, lse_desc, 8)
     do = allocate_row_ring(do_desc, delta_desc, 10)
     k = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_type.shape, k_desc.layout)
-    v = gl.allocate_shared_memory(v_desc.dtype, V_SHAPE, v_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded.index(0), count=1)
     mbarrier.init(loaded.index(1), count=1)
@@ -288,8 +290,6 @@ def load_part(work, part, done, descriptors):
     """Producer: load K and V once, and Q and dO tile by tile, in the order of need; done: tiles that were loaded before."""
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
-    TILES: gl.constexpr = work.v.shape[0]
-    KEYS: gl.constexpr = work.v.shape[3]
     heads = work.sizes.heads
     # K and V have a barrier each: the first product starts when K is there.
     mbarrier.expect(work.loaded.index(0), k_desc.block_type.nbytes)
@@ -299,10 +299,8 @@ def load_part(work, part, done, descriptors):
         if part.count > 0:
             work.q.load(done + i, q_desc, lse_desc, part.batch, head, m * BLOCK_M)
         if i == 0:
-            mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes * TILES)
-            for w in gl.static_range(TILES):
-                at = [part.batch, part.kv_head, part.key + w * KEYS, 0]
-                tma_load(v_desc, at, work.loaded.index(1), work.v.index(w))
+            mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes)
+            tma_load(v_desc, [part.batch, part.kv_head, part.key, 0], work.loaded.index(1), work.v)
         if part.count > 0:
             work.do.load(done + i, do_desc, delta_desc, part.batch, head, m * BLOCK_M)
         if work.sizes.PLAN.dq and i == 0:

@@ -33,17 +33,13 @@ _TILES = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: 
 
 def plan_for(step: int, head_dim: int, deterministic: bool = False, mask: str = "ends") -> BackwardPlan:
     """Return the plan of step 1, 3 or 6; at head dimension 256 step 6 is the kernel of `wide_heads.py`, whose bits repeat always."""
-    if step not in STEPS:
-        raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
-    if step < 6:
-        if deterministic or head_dim > 128:
-            given = f"head dimension {head_dim}, deterministic={deterministic}"
-            raise ValueError(
-                f"Steps 1 and 3 take head dimensions up to 128, not deterministic; for {given} take step 6."
-            )
-        return _FIRST if step == 1 else _TILES[128]
-    tile = _TILES[block_head_dim(head_dim)]
-    if tile.block_d == 256:
+    if step not in STEPS or (step < 6 and (deterministic or head_dim > 128)):
+        raise ValueError(
+            f"The backward ladder has the steps 1, 3, 6; 1 and 3 take head dimensions up to 128, and are not deterministic. "
+            f"Given: step {step!r}, head dimension {head_dim}, deterministic={deterministic}."
+        )
+    tile = _FIRST if step == 1 else _TILES[128 if step == 3 else block_head_dim(head_dim)]
+    if step < 6 or tile.block_d == 256:
         return tile
     depth = -(-head_dim // 16) * 16 if 64 < head_dim <= 96 else 0
     return replace(tile, mask=mask, dq=not deterministic, depth=depth)

@@ -4,9 +4,8 @@ As many programs as the GPU has SMs draw numbers from a counter in memory. The p
 asked for the last tile of the one before, tells the other roles its part through two slots in shared memory, and loads while
 dV and dK leave: a block that is launched for itself begins with an empty SM. The first `whole` numbers are blocks.
 
-Few blocks leave SMs without work: 72 blocks on 132 SMs, or the 68 blocks that are left of 2048 in the last round. The numbers from
-`whole` on are equal pieces of the blocks behind, block after block (`order.py`). A piece leaves its dK and dV in memory, fp32, and
-`finish_backward` adds up those of a block, always in the same order.
+Few blocks leave SMs without work: 72 blocks on 132 SMs, or the 68 that are left of 2048 in the last round. These are cut into equal
+pieces (`order.py`), which leave dK and dV in memory, fp32; `finish_backward` adds up those of a block, always in the same order.
 
     parts of dK and dV    (pieces, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
 """
@@ -17,39 +16,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from utils.attention.gluon.backward.fragments import to_halves
-from utils.attention.gluon.backward.pipeline import Part, block_place, part_of
+from utils.attention.gluon.backward.fragments import to_fragments, to_halves
+from utils.attention.gluon.backward.pipeline import Part
 from utils.attention.gluon.shared import aggregate, uniform
 
 
 @aggregate
 class Share:
-    """The numbers of a launch, how programs draw them, and what a program has of each."""
+    """How the producer tells the other roles their parts."""
 
-    blocks_n: gl.tensor  # blocks of keys of one head
-    section: gl.tensor  # heads of keys whose blocks are taken together
-    total: gl.tensor  # heads of keys, of all sequences
-    whole: gl.tensor  # so many numbers are blocks
-    pieces: gl.tensor  # of each block behind them
-    counter: gl.tensor  # pointer to the number of draws so far, by all programs
     told: gl.shared_memory_descriptor  # (2 * 11, 1) int32: the fields of two parts
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def part(self, sizes, number):
-        """The part of a number."""
-        block = number
-        piece = number * 0
-        slot = piece - 1
-        pieces = piece + 1
-        if number >= self.whole:
-            slot = number - self.whole
-            pieces = self.pieces
-            piece = slot % pieces
-            block = self.whole + slot // pieces
-        n, flat = block_place(block, self.blocks_n, self.section, self.total)
-        return part_of(sizes, n, flat, piece, pieces, slot)
 
     @gluon.jit
     def tell(self, part, turn):
@@ -62,6 +40,12 @@ class Share:
             number = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
             self.told.index(slot * 11 + i).store(number)
         mbarrier.arrive(self.full.index(slot), count=1)
+
+    @gluon.jit
+    def tell_end(self, turn):
+        """Producer: tell the other roles that there is no part number `turn`."""
+        none = turn * 0 - 1
+        self.tell(Part(none, none, none, none, none, none, none, none, none, none, none), turn)
 
     @gluon.jit
     def field(self, turn, i, WARPS: gl.constexpr):
@@ -90,7 +74,7 @@ class Share:
 
 
 @gluon.jit
-def make_share(blocks_n, section, total, whole, pieces, counter, READERS: gl.constexpr):
+def make_share(READERS: gl.constexpr):
     """Allocate what the producer tells parts by; READERS: roles that are told."""
     told = gl.allocate_shared_memory(gl.int32, [22, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -98,13 +82,14 @@ def make_share(blocks_n, section, total, whole, pieces, counter, READERS: gl.con
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    return Share(blocks_n, section, total, whole, pieces, counter, told, full, empty)
+    return Share(told, full, empty)
 
 
 @gluon.jit
 def store_part(parts_ptr, slot, x, WHICH: gl.constexpr):
-    """Store a part of dV (WHICH = 0) or dK (1), fp32, not scaled."""
+    """Store a part of dV (WHICH = 0) or dK (1), fp32, not scaled: of 128 keys, or of a warpgroup's 64."""
+    HALVES: gl.constexpr = x.shape[0] // 64
     HALF: gl.constexpr = 64 * x.shape[1]
-    flat = to_halves(x)
-    i = gl.arange(0, 2 * HALF, flat.type.layout)
-    gl.store(parts_ptr + ((slot.to(gl.int64) * 2 + i // HALF) * 2 + WHICH) * HALF + i % HALF, flat)
+    flat = to_halves(x) if HALVES == 2 else to_fragments(x)
+    i = gl.arange(0, HALVES * HALF, flat.type.layout)
+    gl.store(parts_ptr + ((slot.to(gl.int64) * HALVES + i // HALF) * 2 + WHICH) * HALF + i % HALF, flat)

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from utils.attention.gluon.backward.fragments import add_fragments
-from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, own_block
-from utils.attention.gluon.shared import accumulator, left_operand, start_scores, tma_store, wait_products
+from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, part_of, rows_of
+from utils.attention.gluon.backward.step1_atomics import store_plain
+from utils.attention.gluon.shared import accumulator, left_operand, start_scores, wait_products
 
 
 @gluon.jit
@@ -50,22 +51,12 @@ def start_dq(work, exchange, i, W: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(desc, batch, head, row, tile, x):
-    """Store 64 rows through a tile of shared memory, which is free again afterwards."""
-    tile.reshape([64, x.shape[1]]).store(x.to(tile.dtype))
-    # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
-    fence_async_shared()
-    tma_store(desc, [batch, head, row, 0], tile)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def consumer(work, part, exchange, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
+def consumer(work, part, exchange, dq_sums, dk_ptr, dv_ptr, HEAD_DIM: gl.constexpr, W: gl.constexpr):
     """Warpgroup W: 64 keys of the block against all tiles of queries that see them."""
     PLAN: gl.constexpr = work.sizes.PLAN
     BLOCK_M: gl.constexpr = PLAN.block_m
     BLOCK_D: gl.constexpr = PLAN.block_d
-    dtype: gl.constexpr = dk_desc.dtype
+    dtype: gl.constexpr = work.k.dtype
     head, m = part.begin(work.sizes)
     key = part.key + W * 64
     dk = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
@@ -74,9 +65,9 @@ def consumer(work, part, exchange, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
     mbarrier.wait(work.loaded.index(1), 0)
     for i in range(part.count):
         work.q.wait_full(i)
-        s = start_scores(work.k_rows(W), work.q.tile(i))
+        s = start_scores(rows_of(work.k, W), work.q.tile(i))
         work.do.wait_full(i)
-        dp = start_scores(work.v_rows(W), work.do.tile(i))
+        dp = start_scores(rows_of(work.v, W), work.do.tile(i))
         s = wait_products(s, 1, BLOCK_M)
         p = probabilities(work, s, i, key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), left_operand(BLOCK_D))
@@ -96,9 +87,9 @@ def consumer(work, part, exchange, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
         dk = wait_products(dk, 0, BLOCK_D)
         work.q.release(i)
         head, m = part.behind(head, m)
-    # V's own rows are not needed any more: they carry dV away, and then dK.
-    store_rows(dv_desc, part.batch, part.kv_head, key, work.v.index(W), dv)
-    store_rows(dk_desc, part.batch, part.kv_head, key, work.v.index(W), dk * work.scale)
+    first = (part.batch * work.sizes.kv_heads + part.kv_head).to(gl.int64) * work.sizes.sk * HEAD_DIM
+    store_plain(dv_ptr + first, key, work.sizes.sk, dv, HEAD_DIM)
+    store_plain(dk_ptr + first, key, work.sizes.sk, dk * work.scale, HEAD_DIM)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -107,10 +98,10 @@ def attention_backward_step3(
     do_desc,
     k_desc,
     v_desc,
-    dk_desc,
-    dv_desc,
     lse_desc,
     delta_desc,
+    dk_ptr,
+    dv_ptr,
     dq_sums_ptr,
     sq,
     sk,
@@ -118,17 +109,16 @@ def attention_backward_step3(
     ahead,
     heads,
     kv_heads,
-    blocks_n,
-    section,
-    total,
     scale,
+    HEAD_DIM: gl.constexpr,
     PLAN: gl.constexpr,
 ):
-    """A block computes dK and dV of 128 keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,)."""
+    """A block computes dK and dV of 128 keys of one head, and adds to dQ: grid (B * Hkv, blocks of keys)."""
     sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     work = allocate_work(sizes, descriptors, scale)
-    part = own_block(sizes, blocks_n, section, total)
+    n = gl.program_id(1)
+    part = part_of(sizes, n, gl.program_id(0), n * 0, 1, n * 0 - 1)
     ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 128, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     written = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
@@ -136,8 +126,8 @@ def attention_backward_step3(
     exchange = (ds_tiles, written)
     gl.warp_specialize(
         [
-            (consumer, (work, part, exchange, dq_sums_ptr, dk_desc, dv_desc, 0)),
-            (consumer, (work, part, exchange, dq_sums_ptr, dk_desc, dv_desc, 1)),
+            (consumer, (work, part, exchange, dq_sums_ptr, dk_ptr, dv_ptr, HEAD_DIM, 0)),
+            (consumer, (work, part, exchange, dq_sums_ptr, dk_ptr, dv_ptr, HEAD_DIM, 1)),
             (load_part, (work, part, 0, descriptors)),
         ],
         [4, 1],

@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from utils.attention.gluon.backward.fragments import to_halves
-from utils.attention.gluon.backward.pipeline import SIZES, Part, allocate_work, load_part, make_sizes, tma_add
+from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, numbered_part
 from utils.attention.gluon.backward.shares import make_share, store_part
 from utils.attention.gluon.shared import (
     accumulator,
@@ -39,6 +39,8 @@ from utils.attention.gluon.shared import (
 )
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 
+# Hand a tile to TMA, which adds it to memory; its end is waited for as a store's.
+tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
 # The named barrier at which the consumer has left a tile's dQ in shared memory. Triton uses one for each partition, and two.
 LEFT = gl.constexpr(6)
 # In fp32: 0.695117, 0.227645, 0.077067, the least relative error on [0, 1) with a constant term of 1; 1.5 * 2^23; -127.
@@ -149,7 +151,7 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     tma.store_wait(0)
     # Without it a warp would store dS where TMA still reads the last part's dV and dK, or read bounds that are not there yet.
     thread_barrier()
-    v = work.v.index(0).reshape([128, BLOCK_D])
+    v = work.v.reshape([128, BLOCK_D])
     v_left = v
     if BLOCK_D > 64:
         v_left = v.slice(0, 64, 1).load(left_operand(BLOCK_M, 128))
@@ -241,22 +243,22 @@ def consumer(work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_
 
 
 @gluon.jit
-def producer(work, share, freed, descriptors):
+def producer(work, share, blocks, counter, freed, descriptors):
     """One warp draws this program's numbers, and loads their parts."""
+    blocks_n, section, total, whole, pieces = blocks
     number = gl.program_id(0)
     turn = 0
     done = 0
-    while number < share.whole + (share.blocks_n * share.total - share.whole) * share.pieces:
-        part = share.part(work.sizes, number)
+    while number < whole + (blocks_n * total - whole) * pieces:
+        part = numbered_part(work.sizes, blocks, number)
         share.tell(part, turn)
         mbarrier.wait(freed, (turn & 1) ^ 1)  # the consumer may still read the last part's K and V
         load_part(work, part, done, descriptors)
         done += part.count
         turn += 1
         # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
-        number = gl.atomic_add(share.counter, 1, sem="relaxed") + gl.num_programs(0)
-    none = number * 0 - 1
-    share.tell(Part(none, none, none, none, none, none, none, none, none, none, none), turn)
+        number = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+    share.tell_end(turn)
 
 
 @gluon.jit
@@ -321,7 +323,7 @@ def attention_backward_step6(
     """A program computes dK and dV of blocks of 128 keys of one head, or parts of them, and adds to dQ."""
     let_next_launch_begin()
     sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
-    share = make_share(blocks_n, section, total, whole, pieces, counter_ptr, 2 if PLAN.dq else 1)
+    share = make_share(2 if PLAN.dq else 1)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     work = allocate_work(sizes, descriptors, scale)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -341,7 +343,7 @@ def attention_backward_step6(
     gl.warp_specialize(
         [
             (consumer, (work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_out)),
-            (producer, (work, share, freed, descriptors)),
+            (producer, (work, share, (blocks_n, section, total, whole, pieces), counter_ptr, freed, descriptors)),
             (storing_warp, (work, share, leave)),
         ],
         [1, 1],

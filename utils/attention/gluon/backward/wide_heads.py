@@ -17,24 +17,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma
 
-from utils.attention.gluon.backward.fragments import FLAT, from_fragments, to_fragments
-from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, own_block
-from utils.attention.gluon.backward.step3_warp_specialized import probabilities, store_rows
+from utils.attention.gluon.backward.fragments import FLAT, from_fragments, store_rows, to_fragments
+from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, numbered_part, rows_of
+from utils.attention.gluon.backward.shares import store_part
+from utils.attention.gluon.backward.step3_warp_specialized import probabilities
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, wait_products
-from utils.kernels.early_launch import wait_for_launch_before
+from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 
 
 @gluon.jit
-def first_consumer(work, part, exchange, dv_desc):
+def first_consumer(work, part, exchange, parts_ptr, dv_desc):
     """S^T and P^T, which the other consumer gets too, and dV."""
     p_tile, p_full, p_empty = exchange
     head, m = part.begin(work.sizes)
     dv = gl.zeros([64, 256], gl.float32, accumulator(256))
     mbarrier.wait(work.loaded.index(0), 0)
-    k_left = work.k_rows(0).slice(0, 128, 1).load(left_operand(64))
+    k = rows_of(work.k, 0)
+    k_left = k.slice(0, 128, 1).load(left_operand(64))
     for i in range(part.count):
         work.q.wait_full(i)
-        s = wait_products(start_scores(work.k_rows(0), work.q.tile(i), 0, k_left), 0, 64)
+        s = wait_products(start_scores(k, work.q.tile(i), 0, k_left), 0, 64)
         p = probabilities(work, s, i, part.key, m * 64)
         work.q.release(i, True)
         mbarrier.wait(p_empty, (i & 1) ^ 1)  # the other consumer has read the last P
@@ -47,21 +49,25 @@ def first_consumer(work, part, exchange, dv_desc):
         head, m = part.behind(head, m)
     # dO's first tile carries dV away: the other consumer has read the last dO when it has read the last P.
     mbarrier.wait(p_empty, (part.count & 1) ^ 1)
-    store_rows(dv_desc, part.batch, part.kv_head, part.key, work.do.tiles.index(0), dv)
+    if part.slot >= 0:
+        store_part(parts_ptr, part.slot, dv, 0)
+    else:
+        store_rows(dv_desc, part.batch, part.kv_head, part.key, work.do.tiles.index(0), dv)
     if gl.program_id(0) == 0:
         wait_for_launch_before()  # dQ's kernel may still run, and what comes behind this one relies on dQ, too
 
 
 @gluon.jit
-def second_consumer(work, part, exchange, dk_desc):
+def second_consumer(work, part, exchange, parts_ptr, dk_desc):
     """dP^T and dS^T, and dK."""
     p_tile, p_full, p_empty = exchange
     dk = gl.zeros([64, 256], gl.float32, accumulator(256))
     mbarrier.wait(work.loaded.index(1), 0)
-    v_left = work.v_rows(0).slice(0, 128, 1).load(left_operand(64))
+    v = rows_of(work.v, 0)
+    v_left = v.slice(0, 128, 1).load(left_operand(64))
     for i in range(part.count):
         work.do.wait_full(i)
-        dp = wait_products(start_scores(work.v_rows(0), work.do.tile(i), 0, v_left), 0, 64)
+        dp = wait_products(start_scores(v, work.do.tile(i), 0, v_left), 0, 64)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, dp.type.layout))
         dp = dp - delta[None, :]
         work.do.release(i, True)
@@ -73,7 +79,10 @@ def second_consumer(work, part, exchange, dk_desc):
         dk = wait_products(warpgroup_mma(ds, work.q.tile(i), dk, is_async=True), 0, 256)
         work.q.release(i)
     # V is read by this consumer alone: its tile carries dK away.
-    store_rows(dk_desc, part.batch, part.kv_head, part.key, work.v.index(0), dk * work.scale)
+    if part.slot >= 0:
+        store_part(parts_ptr, part.slot, dk, 1)
+    else:
+        store_rows(dk_desc, part.batch, part.kv_head, part.key, work.v, dk * work.scale)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -86,6 +95,7 @@ def attention_backward_wide(
     dv_desc,
     lse_desc,
     delta_desc,
+    parts_ptr,
     sq,
     sk,
     back,
@@ -95,14 +105,17 @@ def attention_backward_wide(
     blocks_n,
     section,
     total,
+    whole,
+    pieces,
     scale,
     PLAN: gl.constexpr,
 ):
-    """A block computes dK and dV of 64 keys of one head: grid (blocks of keys * B * Hkv,)."""
+    """A program computes dK and dV of 64 keys of one head, or a piece of them: grid (numbers of `numbered_part`,)."""
+    let_next_launch_begin()
     sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     work = allocate_work(sizes, descriptors, scale)
-    part = own_block(sizes, blocks_n, section, total)
+    part = numbered_part(sizes, (blocks_n, section, total, whole, pieces), gl.program_id(0))
     p_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     p_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     p_tile = gl.allocate_shared_memory(gl.float32, [4096], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -111,8 +124,8 @@ def attention_backward_wide(
     exchange = (p_tile, p_full, p_empty)
     gl.warp_specialize(
         [
-            (first_consumer, (work, part, exchange, dv_desc)),
-            (second_consumer, (work, part, exchange, dk_desc)),
+            (first_consumer, (work, part, exchange, parts_ptr, dv_desc)),
+            (second_consumer, (work, part, exchange, parts_ptr, dk_desc)),
             (load_part, (work, part, 0, descriptors)),
         ],
         [4, 1],
