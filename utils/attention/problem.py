@@ -213,7 +213,7 @@ def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
 
 def _finite(scale: float) -> float:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if math.isfinite(number := float(scale)):
+        if not isinstance(scale, (bool, str, bytes)) and math.isfinite(number := float(scale)):
             return number
     raise ValueError(f"scale must be None or a finite number; it is {scale!r}.")
 

@@ -107,8 +107,8 @@ def verdict(interval: tuple[float, float], *, same_within: float = 0.01, pairs: 
     For "faster" and "slower" the whole interval must lie outside the margin, for "same" inside. If the interval
     crosses an edge of the margin, or if there are fewer than 6 pairs, the verdict is "not enough data".
     """
-    if same_within < 0:
-        raise ValueError(f"same_within must not be negative, got {same_within!r}; 0.01 means 1%.")
+    if not 0 <= same_within < math.inf:
+        raise ValueError(f"same_within must be finite and must not be negative, got {same_within!r}; 0.01 means 1%.")
     low, high = interval
     if pairs is not None and pairs < MIN_PAIRS:
         return NOT_ENOUGH_DATA

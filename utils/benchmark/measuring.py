@@ -67,6 +67,8 @@ def compare(
     check_callable("compare", a)
     check_callable("compare", b)
     names = labels or ((_label(a), _label(b)) if _label(a) != _label(b) else ("a", "b"))
+    if not isinstance(names, (tuple, list)) or len(names) != 2:
+        raise ValueError(f"labels must be two names, of a and of b, got {labels!r}; None takes the functions' names.")
     timing, kwargs = _timing(options, args, a, b)
 
     calls = [Call(fn, args, kwargs, name) for fn, name in zip((a, b), names, strict=True)]

@@ -115,6 +115,8 @@ def export_chrome_trace(prof: torch.profiler.profile, path: str | os.PathLike) -
     or the new one, never a part. The same profile can be written any number of times. The machine's name is left out.
     """
     path = Path(path)
+    if path.suffix == ".gz":
+        raise ValueError(f"{path} ends in .gz, and a trace is written as plain JSON; leave out .gz.")
     write_whole(path, _trace_text(prof))
     return path
 

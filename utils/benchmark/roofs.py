@@ -76,6 +76,8 @@ class Roofs:
 
     def attainable_tflops(self, intensity: float, dtype) -> float:
         """Return the roof in TFLOP/s at an intensity in FLOPs/Byte: the lower of compute and memory roof."""
+        if not intensity >= 0:
+            raise ValueError(f"intensity is {intensity!r}; it must be a number of FLOPs/Byte, 0 or more.")
         return min(self.peak_tflops(dtype), intensity * self.memory_bandwidth_tb_s)
 
     def peak_tflops(self, dtype) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -86,12 +87,11 @@ class Timing:
             )
         if self.graph and not self.on_gpu:
             raise ValueError("graph=True captures a CUDA graph and needs a CUDA GPU; leave it out on a CPU.")
-        if self.max_seconds is not None and not (self.max_seconds > 0.0 and math.isfinite(self.max_seconds)):
-            raise ValueError(f"max_seconds must be a finite number above 0, got {self.max_seconds!r}.")
-        for name, value in (("flops", self.flops), ("bytes", self.bytes)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is the count of one call, above 0, got {value!r}; None leaves it out.")
-        if not set(self.discard) <= {"outliers", "throttled"}:
+        for name in ("max_seconds", "flops", "bytes"):
+            x = getattr(self, name)
+            if x is not None and (not isinstance(x, Real) or x is True or x <= 0 or not x < math.inf):
+                raise ValueError(f"{name} must be a finite number above 0, got {x!r}; None leaves it out.")
+        if not isinstance(self.discard, Collection) or any(x not in ("outliers", "throttled") for x in self.discard):
             raise ValueError(f"discard is {self.discard!r}; it is a list of 'outliers' and 'throttled'.")
 
     @property

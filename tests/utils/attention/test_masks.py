@@ -106,7 +106,7 @@ def test_a_long_mask_is_evaluated_in_chunks_of_rows(monkeypatch):
         (lambda: either(causal, 3), "was given a int"),
         (lambda: dense_mask(lambda b, h, q, k: q >= k and k > 2, 4, 4), "write &, |, ~"),
         (lambda: dense_mask(lambda b, h, q, k: q - k, 4, 4), "must return True or False a pair"),
-        (lambda: dense_mask(causal, 0, 4), "sq is 0"),
+        (lambda: sparsity(causal, -1, 4), "sq is -1"),
         (lambda: build_block_mask(causal, 8, 8, block_size=(8, 8, 8)), "one whole number or two"),
         (lambda: dense_mask(both(causal, documents(IDS)), 4, 4, "meta"), "make them there"),
         (lambda: score_mods.soft_cap(-1), "above 0"),

@@ -161,7 +161,12 @@ def test_an_exception_goes_through_with_label_and_phase():
         ({"iterations": 0}, "iterations is 0; it must be a whole number, 1 or more"),
         ({"l2": "hot"}, 'l2 must be "warm" or "cold", got \'hot\''),
         ({"l2": "cold", "calls_per_sample": 4}, "only the first of calls_per_sample=4 calls would be cold"),
-        ({"max_seconds": 0}, "max_seconds must be a finite number above 0"),
+        *(({"max_seconds": x}, f"max_seconds must be a finite number above 0, got {x!r}") for x in (0, "1", True)),
+        *(({"flops": x}, f"flops must be a finite number above 0, got {x!r}") for x in (-1, "1e9", float("nan"))),
+        ({"bytes": float("inf")}, "bytes must be a finite number above 0, got inf"),
+        ({"discard": None}, "discard is None"),
+        *(({"labels": x}, f"labels must be two names, of a and of b, got {x!r}") for x in (("a",), "ab")),
+        ({"flops": 1.0, "roofs": ROOFS, "dtype": "fp8"}, "no peak for fp8; they have fp32, bf16"),
         ({"discard": "outliers"}, "discard is 'outliers'; it is a list of 'outliers' and 'throttled'"),
         ({"discard": ["slow"]}, "discard is ['slow']"),
         ({"device": "meta"}, "CUDA GPUs and CPUs are measured, not 'meta'"),
@@ -170,7 +175,7 @@ def test_an_exception_goes_through_with_label_and_phase():
 )
 def test_bad_options_are_errors_in_sentences(options, message):
     with pytest.raises(ValueError) as caught:
-        measure(busy, **options)
+        (functools.partial(compare, busy) if "labels" in options else measure)(busy, **options)
     assert message in str(caught.value)
 
 
@@ -179,8 +184,6 @@ def test_more_bad_input():
         measure(3.0)
     with pytest.raises(TypeError, match="must be callable, got NoneType"):
         compare(busy, None)
-    with pytest.raises(ValueError, match=r"no peak for fp8; they have fp32, bf16"):
-        measure(busy, 0.01, iterations=1, flops=1.0, roofs=ROOFS, dtype="fp8")
 
 
 WEIGHTS = torch.zeros(2, 2)

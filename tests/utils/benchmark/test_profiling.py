@@ -161,15 +161,16 @@ def test_a_trace_without_what_was_asked_for(prof, tmp_path):
 
 
 def test_bad_input_to_profile_and_export(prof, tmp_path):
-    with pytest.raises(TypeError, match="must be callable, got Tensor"):
-        profile(torch.ones(2))
-    with pytest.raises(ValueError, match="steps is 0; it must be a whole number, 1 or more"):
-        profile(work, torch.ones(2, 2), steps=0)
-    with pytest.raises(TypeError, match="got int"):
-        export_chrome_trace(3, tmp_path / "trace.json")
     unfinished = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with pytest.raises(ValueError, match="holds nothing yet"):
-        export_chrome_trace(unfinished, tmp_path / "trace.json")
+    for kind, message, call in (
+        (TypeError, "must be callable, got Tensor", lambda: profile(torch.ones(2))),
+        (ValueError, "steps is 0; it must be a whole number", lambda: profile(work, torch.ones(2, 2), steps=0)),
+        (TypeError, "got int", lambda: export_chrome_trace(3, tmp_path / "trace.json")),
+        (ValueError, "holds nothing yet", lambda: export_chrome_trace(unfinished, tmp_path / "trace.json")),
+        (ValueError, r"leave out \.gz", lambda: export_chrome_trace(prof, tmp_path / "trace.json.gz")),
+    ):
+        with pytest.raises(kind, match=message):
+            call()
     assert os.listdir(tmp_path) == []
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),

@@ -27,6 +27,9 @@ def test_a_dtype_without_a_peak_is_an_error_that_lists_the_peaks():
             ask("tf32")
     with pytest.raises(ValueError, match="'int8' is not a known dtype"):
         TOY.ridge_point("int8")
+    for intensity in (float("nan"), -1.0):
+        with pytest.raises(ValueError, match=f"intensity is {intensity}"):
+            TOY.attainable_tflops(intensity, "fp32")
 
 
 def test_datasheet_roofs_are_the_row():

@@ -314,9 +314,10 @@ def row_chunks(
         b: index of the sequence.
         h: index of the head.
     """
+    sq, sk = whole_number("sq", sq), whole_number("sk", sk)
     if mask_mod is not None:
         check_device(mask_mod, device)
-    step = max(rows, ROWS_AT_ONCE // max(sk, 1) // rows * rows)
+    step = max(rows, ROWS_AT_ONCE // sk // rows * rows)
     keys = torch.arange(sk, device=device, dtype=torch.int32)
     for first in range(0, sq, step):
         queries = torch.arange(first, min(first + step, sq), device=device, dtype=torch.int32)
@@ -330,5 +331,4 @@ def dense_mask(
     mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu", b: int = 0, h: int = 0
 ) -> torch.Tensor:
     """Return the mask as data: (Sq, Sk) bool, True where query (row) sees key (column), of sequence b and head h."""
-    sq, sk = whole_number("sq", sq), whole_number("sk", sk)
     return torch.cat([rows for _, rows in row_chunks(mask_mod, sq, sk, device, 1, b, h)])
