@@ -283,7 +283,7 @@ def _resolve(function):
     if isinstance(function, type):
         return once_for_constants(function)
     module = getattr(function, "__module__", "") or ""
-    name = f"{module}.{getattr(function, '__qualname__', function)}"
+    name = f"{module}.{getattr(function, '__qualname__', function)}".replace("_VariableFunctionsClass.", "")
     if module.startswith("triton."):
         refuse("unknown operation", f"gluon_cpu does not know {name}.{advice(name)}")
     if getattr(function, "__triton_builtin__", False):
