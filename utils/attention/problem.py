@@ -227,10 +227,10 @@ def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torc
     """
     b, h, query, sk = last
     if mask_mod is not None:
-        indices = torch.arange(max(query + 1, sk), dtype=torch.int32, device=device)
-        evaluate(mask_mod, indices[query : query + 1], indices[:sk], b, h)
-    if score_mod is not None:
-        modify_scores(score_mod, torch.zeros(1, sk, device=device), b, h, query)
+        ends = torch.tensor([query, 0, max(sk - 1, 0)], dtype=torch.int32, device=device)
+        evaluate(mask_mod, ends[:1], ends[1:], b, h)
+    if score_mod is not None:  # the first million of keys: what cannot fit is refused after this
+        modify_scores(score_mod, torch.zeros(1, min(sk, 1 << 20), device=device), b, h, query)
 
 
 # ---- backends ----------------------------------------------------------------------------------------------
