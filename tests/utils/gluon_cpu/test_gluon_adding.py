@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils import gluon_cpu
-from utils.attention.gluon.backward.pipeline import tma_add
+from utils.attention.gluon.backward.step6_one_consumer import tma_add
 from utils.machine.versions import compiler_adds_fences
 
 ROWS = gl.NVMMASharedLayout(0, 32, rank=2)
