@@ -30,6 +30,7 @@ from utils.attention.masks.mask_mods import (
 from utils.attention.masks.score_mods import ScoreMod, modify_scores
 from utils.kernels.handle import needs_grad
 from utils.machine.device import Support
+from utils.validation import whole_number
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
 # Of q, k and v: the output, or (output, log-sum-exp) of a problem `with_lse`.
@@ -176,9 +177,7 @@ def make_problem(
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False; it is {flag!r}.")
     if window is not None:
-        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-            raise ValueError(f"window must be None or a whole number of keys, at least 1; it is {window!r}.")
-        window = _limiting(window, causal, sq, sk)
+        window = _limiting(whole_number("window", window), causal, sq, sk)
     for name, mod in (("mask_mod", mask_mod), ("score_mod", score_mod)):
         if mod is not None and (not callable(mod) or mod.__hash__ is None):
             raise TypeError(f"{name} must be None or a hashable function of indices; its type is {type(mod).__name__}.")
@@ -222,14 +221,13 @@ def _finite(scale: float) -> float:
 def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torch.device, last: tuple) -> None:
     """Call functions for the last query: an error if they raise, or return no mask, or no score.
 
-    The compiled FlexAttention takes a modifier that returns None for one that changes nothing, and on a GPU it reads
-    behind the end of a table that is too short.
+    On a GPU the compiled FlexAttention reads behind the end of a short table, and takes a None for no change.
     """
     b, h, query, sk = last
     if mask_mod is not None:
-        ends = torch.tensor([query, 0, max(sk - 1, 0)], dtype=torch.int32, device=device)
+        ends = torch.tensor([query, 0, sk - 1], dtype=torch.int32, device=device)
         evaluate(mask_mod, ends[:1], ends[1:], b, h)
-    if score_mod is not None:  # the first million of keys: what cannot fit is refused after this
+    if score_mod is not None:  # a million keys at most: what cannot fit is refused later
         modify_scores(score_mod, torch.zeros(1, min(sk, 1 << 20), device=device), b, h, query)
 
 
