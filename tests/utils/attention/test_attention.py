@@ -314,7 +314,7 @@ MISTAKES = [  # a change of q, k, v (1, 4, 6, 16) and (1, 2, 6, 16), or argument
     (lambda q, k, v: (q, k.to("meta"), v), ValueError, "one device"),
     (lambda q, k, v: (q.tolist(), k, v), TypeError, "tensor"),
     (lambda q, k, v: (q.to_sparse(), k, v), TypeError, "dense"),
-    ({"window": 0}, ValueError, "at least 1"),
+    ({"window": 0}, ValueError, "1 or more"),
     ({"window": 2.5}, ValueError, "whole number"),
     ({"causal": "yes"}, TypeError, "True or False"),
     ({"scale": "1"}, ValueError, "scale"),
