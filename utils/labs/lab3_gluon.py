@@ -51,7 +51,7 @@ from utils.kernels.offline import BLACKWELL as BLACKWELL_CHIP
 from utils.kernels.offline import HOPPER
 from utils.labs import session
 from utils.labs.session import beside_guess, guesses, outcomes, results, save
-from utils.machine.device import gluon_support, offline_compile_support
+from utils.machine.device import gluon_on_blackwell, gluon_support, offline_compile_support
 from utils.visualization import series, style_axes
 
 show_recorded = partial(session.show_recorded, "lab3")
@@ -465,6 +465,8 @@ def compiled_answers(kernels: dict[str, Launch], capability: int = HOPPER) -> di
             whole[name] = compile_for_hopper(text, launch, capability=capability)
         except AssertionError as refused:
             print(f"{name}: {refused}")
+            if capability == BLACKWELL_CHIP and not gluon_on_blackwell():
+                print(f"    {gluon_on_blackwell().reason}")  # such as that Triton is too old
     return whole
 
 
