@@ -212,7 +212,7 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backen
         return None
     try:
         hash((mask_mod, score_mod, backend))
-        functions = (mask_mod, score_mod) if mask_mod is None else (mask_mod, score_mod, captured(mask_mod))
+        functions = mask_mod, score_mod, mask_mod is not None and captured(mask_mod)
         return backend, causal, scale, window, functions, return_lse, needs_grad(q, k, v), layout(q, k, v)
     except (RuntimeError, TypeError):
         return None  # sparse and nested tensors have no strides: they are refused, like what cannot be hashed

@@ -14,7 +14,10 @@ import torch
 from utils.attention.gluon.arguments import addressable, strides_fit, unused
 from utils.attention.gluon.decode.plan import (
     ALONE_BYTES,
+    MERGE_GROUPS,
     MERGE_NUMBERS,
+    MERGE_OPTIONS,
+    MERGE_PARTS,
     MERGE_PROGRAMS,
     ONE_PIECE,
     Arrangement,
@@ -156,10 +159,8 @@ class Launch:
         ends = 2 * found.programs * plan.columns * (plan.block_d + 2)
         self.merge_sizes: tuple = found.tiles, rows, plan.columns, plan.block_d.bit_length() - 1, head_dim, ends
         self.merge_sizes += (scale * LOG2_E,)
-        many = (
-            found.programs > 8 * batch * heads
-        )  # parts of a head, which the merge then shares among four groups of lanes
-        pieces = -(-min(rows, plan.columns) * plan.block_d // (MERGE_NUMBERS // 4 if many else MERGE_NUMBERS))
+        shared = MERGE_GROUPS if found.programs > MERGE_PARTS * batch * heads else 1
+        pieces = -(-min(rows, plan.columns) * plan.block_d * shared // MERGE_NUMBERS)
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
         self.parts = ends + 2 * batch * heads if found.merged else 0
         self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
@@ -213,7 +214,7 @@ class Launch:
             (attention_decode, self.grid, (*maps, *memory), (*self.sizes, plan, attend_of(plan)), plan.options)
         ]
         if self.parts:
-            options = {"num_warps": 4, "launch_pdl": True, "maxnreg": 96}
+            options = MERGE_OPTIONS | {"launch_pdl": True}
             kernels.append((attention_decode_merge, self.merge_grid, memory[:2], self.merge_sizes, options))
         if self.device.type != "cuda":
             for kernel, grid, tensors, rest, options in kernels:

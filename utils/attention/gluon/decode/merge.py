@@ -14,15 +14,16 @@ memory, and waits for each eight of them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from utils.attention.gluon.decode.plan import MERGE_GROUPS, MERGE_PARTS
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.shared import MINUS_INF, aggregate
 from utils.attention.gluon.softmax import spread
 from utils.kernels.early_launch import wait_for_launch_before
 
 WIDTH = gl.constexpr(4)
-HELD = gl.constexpr(8)  # with more an SM has room for fewer programs
-GROUPS = gl.constexpr(4)  # of lanes, which share the parts of a head that has more than HELD
-LANES_OF_GROUP = gl.constexpr(32 // 4)
+HELD = gl.constexpr(MERGE_PARTS)
+GROUPS = gl.constexpr(MERGE_GROUPS)
+LANES_OF_GROUP = gl.constexpr(32 // MERGE_GROUPS)
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from utils.attention.gluon.decode.plan import Plan
+from utils.attention.gluon.decode.plan import MERGE_OPTIONS, Plan
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
@@ -38,5 +38,5 @@ def compile_decode(plan: Plan | None, dtype: str = "bf16") -> Assembly:
     names = [name for name in function.arg_names if name not in constants]
     signature = {name: kinds.get(name, "i32") for name in names}
     pointers = [name for name in names if name.endswith("_ptr") and name not in ("lens_ptr", "table_ptr", "scales_ptr")]
-    options = plan.options if plan else {"num_warps": 4}
+    options = plan.options if plan else MERGE_OPTIONS
     return read_assembly(compile_gluon(function, signature, constants, pointers, **options), function.__name__)

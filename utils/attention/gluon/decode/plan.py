@@ -17,9 +17,10 @@ SHARED_BYTES = 232_448
 # With so much shared memory a program has its SM to itself, since two would need more than there is.
 ALONE_BYTES = 116_736
 MOST_PARTS = 16  # programs of a cluster
-MERGE_NUMBERS = (
-    512  # of a head, that a program of the merge adds up at the same time; a quarter where it has many parts
-)
+MERGE_NUMBERS = 512  # of a head, that a program of the merge adds up at the same time
+MERGE_PARTS = 8  # of a head, that a thread of it loads at once: with more an SM has room for fewer programs
+MERGE_GROUPS = 4  # of a warp's lanes, which share the numbers of a head that has more parts
+MERGE_OPTIONS = {"num_warps": 4, "maxnreg": 96}  # of its compilation
 MERGE_PROGRAMS = 2048  # of the second launch, about
 ONE_PIECE = 30  # as the logarithm of a page's tokens: the cache is not in pages
 
