@@ -2,6 +2,7 @@
 
 import functools
 import math
+import types
 
 import matplotlib
 import pytest
@@ -171,7 +172,7 @@ def test_sparsity_of_a_mask_known_by_hand():
     assert sparsity(None, 100, 60, 64).density == 1.0
 
 
-SPAN = 16
+SPAN, SIZE, OBJECT = 16, {"span": 16}, types.SimpleNamespace(span=16)
 
 
 def test_blocks_are_built_anew_for_a_mask_that_reads_something_else_now(monkeypatch):
@@ -181,6 +182,8 @@ def test_blocks_are_built_anew_for_a_mask_that_reads_something_else_now(monkeypa
         (both(causal, documents(ids)), lambda: ids.add_(torch.arange(64) // 32)),
         (lambda b, h, q, k: q // SPAN == k // SPAN, lambda: monkeypatch.setitem(globals(), "SPAN", 64)),
         (lambda b, h, q, k: q // place[0] == k // place[0], lambda: place.__setitem__(0, 64)),
+        (lambda b, h, q, k: q // SIZE["span"] == k // SIZE["span"], lambda: monkeypatch.setitem(SIZE, "span", 64)),
+        (lambda b, h, q, k: q // OBJECT.span == k // OBJECT.span, lambda: monkeypatch.setattr(OBJECT, "span", 64)),
         (functools.partial(lambda last, b, h, q, k: k <= last, last), lambda: last.fill_(63)),
     ):
         before = build_block_mask(mask, 64, 64, block_size=16)

@@ -204,29 +204,34 @@ def check_device(mod: MaskMod, device: torch.device | str) -> None:
         check_device(part, device)
 
 
-def captured(mod: Any, depth: int = 4) -> tuple:
-    """Return what a function reads beside its arguments: numbers, and tensors with the count of their changes in place.
+def captured(mod: Any, depth: int = 4, names: tuple[str, ...] = ()) -> tuple:
+    """Return what a function reads beside its arguments: numbers, text, and tensors with the count of their changes in place.
 
-    What was made for a mask, such as its blocks, is right only as long as this stays the same.
+    What was made for a mask, such as its blocks, is right only as long as this stays the same. names: of the function's code;
+    of a module or another object that it reads, these attributes count.
     """
     if isinstance(mod, torch.Tensor):
         # torch does not count the changes of an inference tensor: it is taken for a changed one.
         return mod, object() if mod.is_inference() else mod._version
-    if isinstance(mod, (int, float)):
+    if isinstance(mod, (int, float, str)):
         return (mod,)
-    inner: list = list(mod) if isinstance(mod, (tuple, list)) else []
+    inner: list = list(mod.values() if isinstance(mod, dict) else mod) if isinstance(mod, (tuple, list, dict)) else []
+    own = getattr(mod, "__dict__", {})
     if hasattr(mod, "kind"):  # made by `named`, with what it reads as attributes
-        inner += vars(mod).values()
+        inner += own.values()
     elif isinstance(mod, functools.partial):
         inner += [mod.func, *mod.args, *mod.keywords.values()]
     elif callable(mod):
         function: Any = getattr(mod, "__func__", mod)
         function = function if hasattr(function, "__code__") else type(mod).__call__  # type: ignore[operator]
-        inner += [getattr(mod, "__self__", None), *getattr(mod, "__dict__", {}).values()]
+        inner += [getattr(mod, "__self__", None), *own.values()]
         if hasattr(function, "__code__"):
+            names = function.__code__.co_names
             inner += [*(function.__defaults__ or ()), *(cell.cell_contents for cell in function.__closure__ or ())]
-            inner += [function.__globals__[x] for x in function.__code__.co_names if x in function.__globals__]
-    return tuple(part for one in inner for part in captured(one, depth - 1)) if depth else ()
+            inner += [function.__globals__[x] for x in names if x in function.__globals__]
+    else:
+        inner += [own[x] for x in names if x in own and not callable(own[x])]
+    return tuple(part for one in inner for part in captured(one, depth - 1, names)) if depth else ()
 
 
 def same_for_all_heads(mask_mod: MaskMod | None) -> bool:
