@@ -76,15 +76,15 @@ def check_attention_memory(score_bytes, longest_length):
     """Check the bytes of one score matrix, and the length at which two of them fill a memory."""
     for kind, size in ((BF16, 2), (FP32, 4)):
         known: dict[str, float] = {
-            "One score for each pair of a query and a key.": 12e3 * size,
-            "Each head has scores of its own.": 3e6 * size,
-            "Each sequence has scores of its own.": 4e6 * size,
-            "One matrix was asked for.": 24e6 * size,
-            ELEMENTS: 12e6,
-            DTYPE: 12e6 * (6 - size),
+            "One score for each pair of a query and a key.": 14844 * size,
+            "Each head has scores of its own.": 4_590_507 * size,
+            "Each sequence has scores of its own.": 6_120_676 * size,
+            "One matrix was asked for.": 36_724_056 * size,
+            ELEMENTS: 18_362_028,
+            DTYPE: 18_362_028 * (6 - size),
         }
-        got, what = score_bytes(3, 4, 1000, kind), f"score_bytes(3, 4, 1000, {kind})"
-        expect_number(got, 12e6 * size, rel=0, unit="bytes", what=what, mistakes=known)
+        got, what = score_bytes(3, 4, 1237, kind), f"score_bytes(3, 4, 1237, {kind})"
+        expect_number(got, 18_362_028 * size, rel=0, unit="bytes", what=what, mistakes=known)
     for arguments, right, both, square in (
         ((3 * 10**9, 1, 1, FP32), 19364, 27386, 375_000_000),
         ((10**9, 2, 5, BF16), 5000, 7071, 25_000_000),

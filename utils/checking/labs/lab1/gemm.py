@@ -52,7 +52,7 @@ def expect_product(gemm, a: torch.Tensor, b: torch.Tensor, what: str, hint: str)
 @visible(**NAIVE)
 def check_gemm_naive(gemm_naive):
     """Check one product of which no two sizes are equal, in two dtypes, and of transposed views."""
-    a = torch.tensor([[1.0, 2.0, 3.0, -1.0], [4.0, 5.0, 6.0, 2.0]])
+    a = torch.tensor([[1.0, 2.0, 3.14159, -1.0], [4.0, 5.0, 6.0, 2.71828]])
     b = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 1.0], [1.0, 1.0, -3.0], [2.0, -1.0, 0.5]])
     hint = "Which index does each loop run over, and where is the sum set back to zero?"
     for x, y, what in (
@@ -168,24 +168,24 @@ def check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes):
     """Check one product and one GEMV in two dtypes."""
     for kind, size in ((BF16, 2), (FP32, 4)):
         gemm = {
-            "The result C is written, too.": 90 * size,
-            DTYPE: 167 * (6 - size),
-            ELEMENTS: 167,
-            "A and B are read once, not once a product.": [770 * size, 847 * size],
-            "C is written once; nothing is read from it.": 244 * size,
-            "Look at the shapes: A (M, K), B (K, N).": 203 * size,
+            "The result C is written, too.": 520 * size,
+            DTYPE: 1199 * (6 - size),
+            ELEMENTS: 1199,
+            "A and B are read once, not once a product.": [6790 * size, 7469 * size],
+            "C is written once; nothing is read from it.": 1878 * size,
+            "Look at the shapes: A (M, K), B (K, N).": 1407 * size,
         }
         gemv = {
-            "The result y is written, too.": 40 * size,
-            DTYPE: 47 * (6 - size),
-            ELEMENTS: 47,
-            "y has M elements, and x has K.": 45 * size,
-            "x has K elements, and y has M.": 49 * size,
-            "The vector x is read, too.": 42 * size,
+            "The result y is written, too.": 5194 * size,
+            DTYPE: 5291 * (6 - size),
+            ELEMENTS: 5291,
+            "y has M elements, and x has K.": 5247 * size,
+            "x has K elements, and y has M.": 5335 * size,
+            "The vector x is read, too.": 5238 * size,
         }
         for name, got, expected, mistakes in (
-            ("gemm_macs_flops_bytes(7, 11, 5", gemm_macs_flops_bytes(7, 11, 5, kind), (385, 770, 167 * size), gemm),
-            ("gemv_macs_flops_bytes(7, 5", gemv_macs_flops_bytes(7, 5, kind), (35, 70, 47 * size), gemv),
+            ("gemm_macs_flops_bytes(7, 97, 5", gemm_macs_flops_bytes(7, 97, 5, kind), (3395, 6790, 1199 * size), gemm),
+            ("gemv_macs_flops_bytes(97, 53", gemv_macs_flops_bytes(97, 53, kind), (5141, 10282, 5291 * size), gemv),
         ):
             items = expect_items(got, "macs, flops, bytes", f"{name}, {kind})")
             for value, right, unit in zip(items, expected, ("MACs", "FLOPs", "bytes"), strict=True):
@@ -197,8 +197,8 @@ def check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes):
 def check_tile_traffic(tiled_gemm_bytes, largest_square_tile):
     """Check one tile, tiles at the edges, and the largest tile that fits."""
     one_tile = "bytes with one tile that holds all of C (everything travels once)"
-    got = tiled_gemm_bytes(6, 10, 4, 6, 10, FP32)
-    expect_number(got, 496, rel=0, unit="bytes", what=one_tile, mistakes={"C is written, too.": 256})
+    got = tiled_gemm_bytes(6, 10, 257, 6, 10, FP32)
+    expect_number(got, 16688, rel=0, unit="bytes", what=one_tile, mistakes={"C is written, too.": 16448})
     for kind, size in ((FP32, 4), (BF16, 2)):
         mistakes: dict[str, float] = {
             "A is read once for each tile COLUMN of C, and B once for each tile ROW.": 228 * size,
@@ -244,12 +244,12 @@ def check_intensities(gemm_intensity, gemv_intensity):
 @visible("2.2", "Ridge point and roof")
 def check_ridge_and_roof(ridge_point, attainable_tflops):
     """Check the ridge of one machine, and its roof on both sides."""
-    mistakes = {"It is the peak over the bandwidth.": 0.08, "It is a ratio, not a product.": 8.0}
-    what = "ridge_point(10 TFLOP/s, 0.8 TB/s)"
-    expect_number(ridge_point(10.0, 0.8), 12.5, rel=1e-6, unit="FLOPs/Byte", what=what, mistakes=mistakes)
+    mistakes = {"It is the peak over the bandwidth.": 0.081, "It is a ratio, not a product.": 8.1}
+    what = "ridge_point(10 TFLOP/s, 0.81 TB/s)"
+    expect_number(ridge_point(10.0, 0.81), 12.345679, rel=1e-6, unit="FLOPs/Byte", what=what, mistakes=mistakes)
     lower = "The lower of the two roofs limits"
     for place, intensity, right, known in (
-        ("left of", 3.0, 1.5, {f"{lower}, not the higher.": 10.0, "Bytes times bandwidth?": 6.0}),
+        ("left of", 3.1416, 1.5708, {f"{lower}, not the higher.": 10.0, "Bytes times bandwidth?": 6.2832}),
         ("right of", 100.0, 10.0, {f"{lower}: no kernel is faster than the peak.": 50.0}),
         ("at", 20.0, 10.0, {}),
     ):
@@ -261,16 +261,16 @@ def check_ridge_and_roof(ridge_point, attainable_tflops):
 @visible("2.3", "Achieved speed and the smallest compute-bound GEMM")
 def check_achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm):
     """Check one speed, and the smallest n at three ridges, one of which an integer reaches exactly."""
-    mistakes = {"The latency is in ms, not in seconds.": 2e-4, "TFLOP/s, not GFLOP/s.": 200.0}
-    got = achieved_tflops(2 * 1000**3, 10.0)
-    expect_number(got, 0.2, rel=1e-6, unit="TFLOP/s", what="2 GFLOPs in 10 ms", mistakes=mistakes)
+    mistakes = {"The latency is in ms, not in seconds.": 2.857143e-4, "TFLOP/s, not GFLOP/s.": 285.7143}
+    got = achieved_tflops(2 * 1000**3, 7.0)
+    expect_number(got, 0.2857143, rel=1e-6, unit="TFLOP/s", what="2 GFLOPs in 7 ms", mistakes=mistakes)
     down, integer = "This one is still memory-bound: which way must n be rounded?", "n is an integer."
     equal, dtype = "An intensity equal to the ridge reaches it.", f"{DTYPE} (Or is a factor of 2 lost?)"
     three, macs = "Three matrices travel: A, B and C.", "The intensity has FLOPs, two for each MAC."
     elements = "The intensity has bytes, not elements."
     for ridge, kind, right, known in (
-        (40.1, FP32, 241, {down: 240, integer: 240.6, dtype: 121, three: 161, macs: 482, elements: [60, 61]}),
-        (40.1, BF16, 121, {down: 120, integer: 120.3, dtype: 241, three: 81, elements: 61}),
+        (200.1, FP32, 1201, {down: 1200, integer: 1200.6, dtype: 601, three: 801, macs: 2402, elements: [300, 301]}),
+        (200.1, BF16, 601, {down: 600, integer: 600.3, dtype: 1201, three: 401, elements: 301}),
         (40.0, FP32, 240, {equal: 241, dtype: 120, three: 160, macs: 480}),
     ):
         got, what = smallest_compute_bound_gemm(ridge, kind), f"smallest_compute_bound_gemm({ridge}, {kind})"

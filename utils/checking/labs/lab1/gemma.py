@@ -34,7 +34,7 @@ def check_attended_pairs(attended_pairs):
         ((4, 4, 2), 7, {causal: 16, unused: 10, first: 8, wide: 9, narrow: 4, alone: 3}),
         ((3, 7, 2), 6, {unused: 18, causal: 21, wide: 9, narrow: 3, last: 5}),
         ((2, 3, 9), 5, {causal: 6, first: 18, last: 3}),
-        ((5, 5, 5), 15, {first: 25, alone: 10, narrow: 14}),
+        ((567, 567, 567), 161_028, {first: 321_489, alone: 160_461, narrow: 161_027}),
         ((1, 6, 1), 1, {unused: 6, wide: 2, narrow: 0}),
     ):
         got, what = attended_pairs(*arguments), f"attended_pairs{arguments}"
@@ -132,19 +132,19 @@ def check_mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes):
         expect_number(got[0], 6300, rel=0, unit="MACs", what=f"MACs {what}", mistakes=macs)
         expect_number(got[1], 12600, rel=0, unit="FLOPs", what=f"FLOPs {what}")
         expect_number(got[2], 2790 * size, rel=0, unit="bytes", what=f"bytes {what}", mistakes=hinted(_MLP, wrong))
-        what = f"of RMSNorm of (7, 10) in {kind}"
-        got = expect_items(rms_norm_flops_bytes(7, 10, kind), "flops, bytes", f"the cost {what}")
-        four: dict[str, list[float]] = {"Count 4 FLOPs an element.": [70, 140, 210]}
+        what = f"of RMSNorm of (137, 41) in {kind}"
+        got = expect_items(rms_norm_flops_bytes(137, 41, kind), "flops, bytes", f"the cost {what}")
+        four: dict[str, list[float]] = {"Count 4 FLOPs an element.": [5617, 11234, 16851]}
         known: Numbers = {
-            "The weight is read, too.": 140 * size,
-            "The weight is one vector, the same for all tokens.": 210 * size,
-            "One fused operator reads its input once.": 220 * size,
-            "The tokens are read and written.": 80 * size,
-            ELEMENTS: 150,
-            DTYPE: 150 * (6 - size),
+            "The weight is read, too.": 11234 * size,
+            "The weight is one vector, the same for all tokens.": 16851 * size,
+            "One fused operator reads its input once.": 16892 * size,
+            "The tokens are read and written.": 5658 * size,
+            ELEMENTS: 11275,
+            DTYPE: 11275 * (6 - size),
         }
-        expect_number(got[0], 280, rel=0, unit="FLOPs", what=f"FLOPs {what}", mistakes=four)
-        expect_number(got[1], 150 * size, rel=0, unit="bytes", what=f"bytes {what}", mistakes=known)
+        expect_number(got[0], 22468, rel=0, unit="FLOPs", what=f"FLOPs {what}", mistakes=four)
+        expect_number(got[1], 11275 * size, rel=0, unit="bytes", what=f"bytes {what}", mistakes=known)
 
 
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")

@@ -47,17 +47,17 @@ def check_count_blocks(count_blocks):
 def check_promises(block_flops, promised_speedup, document_blocks):
     short = "Documents shorter than a block still need the block, and share it."
     shared = "A block that two documents share is computed once."
-    counts = (2, 3, 6)  # full, partial and empty blocks of 4 x 4; with D = 10 a block has 4 D x 16 = 640 FLOPs
+    counts = (2, 3, 6)  # full, partial and empty blocks of 4 x 4; with D = 13 a block has 4 D x 16 = 832 FLOPs
     for name, function, arguments, right, unit, mistakes in (
-        ("block_flops", block_flops, (counts, 4, 5, 7, 10), 112_000, "FLOPs", {
-            "Partial blocks are computed as well, whole.": 44_800,
-            "Partial blocks are computed whole, not half.": 78_400,
-            "Empty blocks are skipped.": 246_400,
-            "The counts are those of one head of one sequence.": 3_200,
-            "Each sequence has its blocks, too.": 22_400,
-            "Each head has its blocks, too.": 16_000,
-            "A block has block x block pairs.": 28_000,
-            "A multiply-add is two FLOPs, and there are two products.": 56_000,
+        ("block_flops", block_flops, (counts, 4, 11, 17, 13), 777_920, "FLOPs", {
+            "Partial blocks are computed as well, whole.": 311_168,
+            "Partial blocks are computed whole, not half.": 544_544,
+            "Empty blocks are skipped.": 1_711_424,
+            "The counts are those of one head of one sequence.": 4_160,
+            "Each sequence has its blocks, too.": 70_720,
+            "Each head has its blocks, too.": 45_760,
+            "A block has block x block pairs.": 194_480,
+            "A multiply-add is two FLOPs, and there are two products.": 388_960,
         }),
         ("promised_speedup", promised_speedup, (counts,), 2.2, "", {
             "This is the share of blocks that are computed; the speed-up is its inverse.": 5 / 11,
@@ -65,7 +65,7 @@ def check_promises(block_flops, promised_speedup, document_blocks):
             "A partial block costs as much as a full one.": 11 / 3.5,
             "Compare with all blocks, not with the empty ones.": 1.2,
         }),
-        ("promised_speedup", promised_speedup, ((0, 5, 5),), 2.0, "", {}),
+        ("promised_speedup", promised_speedup, ((0, 7, 5),), 12 / 7, "", {}),
         ("document_blocks", document_blocks, (64, 16, 4), 64, "blocks", {
             "These are all blocks.": 256,
             "A document of n blocks a side has n x n blocks, not n.": 16,

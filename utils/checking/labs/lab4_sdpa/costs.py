@@ -197,7 +197,7 @@ def check_splits(decode_us, best_splits):
     for arguments, right, what, mistakes in (
         ((3, 1000, 1, 4, 128, 2.0, 5.0), 16.0, "3 programs on 4 units, 1000 keys in tiles of 128, no split,", whole),
         ((3, 769, 3, 4, 128, 2.0, 5.0), 23.0, "the same of 769 keys in 3 splits (9 programs)", split),
-        ((4, 1024, 2, 4, 128, 2.0, 5.0), 21.0, "4 programs, 2 splits", {"A wave that is just full is one wave.": 29.0}),
+        ((4, 1024, 2, 4, 128, 2, 5.12), 21.12, "4 programs, 2 splits", {"A wave that is full is one wave.": 29.12}),
     ):
         expect_number(decode_us(*arguments), right, rel=1e-9, unit="us", what=what, mistakes=mistakes)
     for arguments, right, what, mistakes in (
