@@ -17,6 +17,8 @@ from types import ModuleType
 
 import nbformat
 import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from instructor.build import Built, build_lab
 from instructor.course import Score
@@ -166,6 +168,27 @@ def drawn(calls: dict[str, str], seed: int) -> dict[str, str]:
 def checks_of(lab: str) -> ModuleType:
     """Import the hidden checks of a lab."""
     return importlib.import_module(f"instructor.checks.{lab}")
+
+
+def three_digits(value):
+    """Round the numbers in what an answer returns."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return type(value)(float(f"{value:.2e}"))
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().double().apply_(three_digits).to(value.dtype)
+    return type(value)(map(three_digits, value)) if isinstance(value, tuple | list) else value
+
+
+def rounded(function):
+    """Return an answer that rounds what it returns; no watch of a check sees it."""
+
+    @functools.wraps(function)
+    def answer(*args, **kwargs):
+        result = function(*args, **kwargs)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return three_digits(result)
+
+    return answer
 
 
 # ---- answers and verdicts ----------------------------------------------------------------------------------------
@@ -321,43 +344,6 @@ class Graded:
 def errors_in(notebook: nbformat.NotebookNode) -> list[tuple]:
     """List the errors in an executed notebook: [(cell, error output)]."""
     return [(c, output) for c in notebook.cells for output in c.get("outputs", []) if output.output_type == "error"]
-
-
-def shown_beside_guesses(cells: list) -> list[str]:
-    """Regular expressions of the names that a notebook gives to beside_guess.
-
-    A name that is made by an f-string may hold anything in its braces. Where the name is a variable, every other string of
-    the cell may be its value.
-    """
-    patterns = []
-    for cell in cells:
-        if cell.cell_type != "code" or "beside_guess(" not in cell.source or cell.source.startswith("%%"):
-            continue
-        tree = ast.parse(cell.source)
-        given = [
-            node.args[0]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "beside_guess"
-        ]
-        keys = {
-            id(node.slice)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "guesses"
-        }
-        texts = [pattern for argument in given if (pattern := _pattern(argument))]
-        if len(texts) < len(given):
-            texts += [pattern for node in ast.walk(tree) if id(node) not in keys and (pattern := _pattern(node))]
-        patterns += texts
-    return patterns
-
-
-def _pattern(node: ast.AST) -> str:
-    """The regular expression of a string in the source, "" for anything else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.escape(node.value)
-    if isinstance(node, ast.JoinedStr) and any(isinstance(part, ast.Constant) for part in node.values):
-        return "".join(re.escape(part.value) if isinstance(part, ast.Constant) else ".*" for part in node.values)
-    return ""
 
 
 def graded_by_nbgrader(lab: Built, grade_notebooks, **notebooks: str) -> Graded:
