@@ -31,8 +31,6 @@ STYLE = (
     "border-left: 4px solid #2f7d5b; background: #f3f8f5; padding: 6px 12px; margin: 0 0 12px; "
     "white-space: pre-wrap; overflow-wrap: anywhere"
 )
-
-
 # nbgrader's pages leave no room between the columns of a notebook's tables.
 TABLES = "<style>#notebook .rendered_html :is(td, th) { padding: 0.2em 0.9em 0.2em 0; }</style></head>"
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -84,6 +85,7 @@ def connect(scheduler: str | None, jobs: int, built: Built, gpu: bool = False) -
     """
     from distributed import Client, LocalCluster
 
+    warnings.filterwarnings("ignore", "Sending large graph")  # a notebook of 10 MB
     if scheduler is not None:
         try:
             client = Client(scheduler, timeout="10s", set_as_default=False)

@@ -63,6 +63,8 @@ class Checker:
             plan = make_plan(job.built, job.submission)
         except Unreadable as error:
             return not_graded(job.built, job.student, "unreadable", str(error))
+        if plan.foreign:
+            self.flags[""] = Flag("", "another lab", f"none of the tests of {job.built.name} is in it")
         # In the warm process's folder, which is removed whatever becomes of this process.
         with tempfile.TemporaryDirectory(prefix="checker-", dir=os.getcwd()) as self.folder:
             self._prepare()

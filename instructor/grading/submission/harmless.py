@@ -35,9 +35,8 @@ PICTURES = {"image/png": ["PNG"], "image/jpeg": ["JPEG"], "image/gif": ["GIF"]}
 
 def shortened(text: str, most: int, sign: str = "") -> str:
     """A cell's text as it is shown: the end of a long one is left out, and a line says so after `sign`. All code runs."""
-    return (
-        text if len(text) <= most else f"{text[:most]}\n\n{sign}(The rest of this cell is not shown: it is too long.)"
-    )
+    rest = f"\n\n{sign}(The rest of this cell is not shown: it is too long.)"
+    return text if len(text) <= most else text[:most] + rest
 
 
 def harmless_markdown(text: str) -> str:

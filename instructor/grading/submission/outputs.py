@@ -17,8 +17,6 @@ MAX_NOTEBOOK = 24_000_000  # characters of all that the cells of a notebook show
 MAX_ITEMS = 1000  # displays of one cell
 # No HTML, no SVG, no script: they would run in the browser of whoever grades.
 SHOWN_TYPES = ("text/plain", "text/latex", "image/png", "image/jpeg")
-
-
 _BASE64 = 0.75e-6  # MB of a picture for each character of its text
 _ALLOWED = f"one may have {MAX_IMAGE * _BASE64:g} MB, and those of a cell {MAX_IMAGES * _BASE64:g} MB together"
 

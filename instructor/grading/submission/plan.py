@@ -65,12 +65,8 @@ class Plan:
 
     notebook: NotebookNode
     steps: list[Step]
-    files: dict[str, str] = field(default_factory=dict)  # that cells of the instructor's write, and no answer
-
-
-def _binds(source: str) -> set[str]:
-    text = python_of(source)
-    return bound_names(ast.parse(text)) if text is not None else set()
+    files: dict[str, str]  # that cells of the instructor's write, and no answer
+    foreign: bool  # none of the lab's tests is in it
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------
@@ -132,7 +128,8 @@ def make_plan(built: Built, submission: str | bytes) -> Plan:
     """Merge a submission with the notebooks of its lab; `Unreadable` if it is no notebook."""
     original, released = read_built(built.instructor).cells, read_built(built.student)
     lab = _Lab(original, {cell.id: cell for cell in released.cells})
-    merged = _merge(read_notebook(submission), lab)
+    submitted = read_notebook(submission)
+    merged = _merge(submitted, lab)
     notebook = nbformat.v4.new_notebook(metadata=released.metadata)
     notebook.nbformat_minor = 5
     steps: list[Step] = []
@@ -167,7 +164,9 @@ def make_plan(built: Built, submission: str | bytes) -> Plan:
         if step.kind == "tests":
             step.needs = needs[step.name]
     _leave_out(steps)
-    return Plan(notebook, steps, _files_of_lab(original))
+    texts = {_squeezed(_source(cell)) for cell in submitted.cells if isinstance(cell, dict)}
+    foreign = texts.isdisjoint(_squeezed(lab.released[name].source) for name in needs)
+    return Plan(notebook, steps, _files_of_lab(original), foreign)
 
 
 def _files_of_lab(original: list[NotebookNode]) -> dict[str, str]:
@@ -324,7 +323,7 @@ def _leave_out(steps: list[Step]) -> None:
     names = set().union(*(names_taken(s.source) for s in needed_anyway))
     rest = [s for s in run if s not in needed_anyway]
     # Every cell imports `needs` for itself, so that no cell needs another one for it.
-    while more := [s for s in rest if (_binds(s.source) - {NEEDS}) & names]:
+    while more := [s for s in rest if (bound_names(ast.parse(python_of(s.source) or "")) - {NEEDS}) & names]:
         for step in more:
             rest.remove(step)
             names |= names_taken(step.source)

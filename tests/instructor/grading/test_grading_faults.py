@@ -92,6 +92,12 @@ def test_a_file_without_answers_is_graded_in_words(suite_lab, full_points, name)
 
 
 @pytest.mark.slow
+def test_another_labs_notebook_is_flagged(suite_lab, small_lab):
+    (flag,) = grade_notebook(suite_lab, small_lab.student, **QUICK).flags
+    assert flag.kind == "another lab"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["half characters in the outputs", "cells of 8 MB"])
 def test_an_odd_file_gets_its_points_whatever_its_student_is_called(suite_lab, full_points, name):
     student = "../o'neil; rm -rf ~\n李小龍" + "a" * 200
