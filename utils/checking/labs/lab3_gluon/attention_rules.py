@@ -45,7 +45,7 @@ def blocks_of(launch: Launch) -> int:
 
 def softmax(text: str, tries: Iterable[Try], compiles: bool = False) -> None:
     """Right at the edges of the mask, with large scores, and with scores that fall or rise; each block is taken once."""
-    hint = "They take keys in blocks of 64: are columns without a key masked, and are maximum, sum and output carried from block to block?"
+    hint = "Keys come in blocks of 64: are columns without a key masked, and are maximum, sum and output carried from block to block?"
     for launch, run in simulated(text, tries, hint=hint, mistakes=_mistakes(SOFTMAX), compiles=compiles, close=CLOSE):
         for events in run.programs():
             expect_one_pass(events, blocks_of(launch))

@@ -159,7 +159,7 @@ def expect_refused(pinned_sdpa, backend: str, tensors: tuple, options: dict, rea
     except RuntimeError as error:
         said = in_one_line(str(error))
         if not is_refusal(error):
-            raise AssertionError(f"pinned_sdpa of {what} should raise BackendRefused, and raised {said:.160}") from None
+            raise AssertionError(f"pinned_sdpa of {what} should raise BackendRefused, not {error!r:.160}") from None
         missing = [reason for reason in reasons if in_one_line(reason).lower() not in said.lower()]
         assert said and not missing, (
             f"BackendRefused for {what} should hold torch's reason {missing}, and says {said!r}."
