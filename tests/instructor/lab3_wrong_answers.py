@@ -118,7 +118,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q5_1",
-        ("tail of keys not masked", ("(keys < sk)[None, :]", "(keys < sk + 64)[None, :]"), "keys in blocks of 64"),
+        ("tail of keys not masked", ("(keys < sk)[None, :]", "(keys < sk + 64)[None, :]"), "Keys that do not exist"),
         ("output not rescaled", ("    o = o * gl", "    unused = o * gl"), "wrong in"),
         ("sum not rescaled", ("total = total * alpha + gl.sum(p, 1)", "total = total + gl.sum(p, 1)"), "wrong in"),
         ("no maximum subtracted", ("(m, gl.max(s, 1))", "(m, gl.max(s, 1)) * 0.0"), ("NaN", "infinite", "wrong in")),
