@@ -98,7 +98,8 @@ def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], **option
         raise ValueError(f"measure_together() needs a label for each function: {len(fns)} and {len(labels)} given.")
     timing, kwargs = _timing(options, (), *fns)
     calls = [Call(fn, (), kwargs, str(label)) for fn, label in zip(fns, labels, strict=True)]
-    return _timed(timing, calls, _rounds(len(calls)))
+    draw, order = random.Random(0), range(len(calls))
+    return _timed(timing, calls, (draw.sample(order, len(order)) for _ in itertools.count()))
 
 
 def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, dict]:
@@ -118,13 +119,6 @@ def _timed(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) ->
         work["roof"] = timing.roofs.measured_again().record(work["dtype"])
         results = [replace(result, **work) for result in results]
     return results
-
-
-def _rounds(count: int) -> Iterator[Sequence[int]]:
-    """Yield without end the order of so many functions in a round."""
-    draw = random.Random(0)
-    while True:
-        yield draw.sample(range(count), count)
 
 
 def _label(fn: Callable) -> str:
