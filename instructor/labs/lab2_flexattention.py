@@ -27,9 +27,9 @@
 # <details>
 # <summary>What you will learn, the parts, and how long they take</summary>
 #
-# After this lab you can say what a mask costs as data and as a program, write masks and score modifiers and see what they
-# do, predict the speed-up of a mask before you measure it, find your own line of Python in a generated kernel and keep it
-# compiled, and design a mask together with the order of the tokens.
+# After this lab you can say what a mask costs as data and as a program, and predict its speed-up before you measure it. You
+# can write masks and score modifiers, find your own line of Python in a generated kernel and keep it compiled, and design a
+# mask together with the order of the tokens.
 #
 # You need lab 1 (the roofline, FLOPs and bytes) and PyTorch tensors. Plan six hours, one more for the bonus (an estimate).
 # Parts 1 to 4 make a first evening, and end with a picture of all that you have built. The lab gives {points:regular}
@@ -1394,8 +1394,8 @@ def paged_mask(mask_mod, owner: torch.Tensor, number: torch.Tensor, page_size: i
 # and no others, and no mask has to be sorted into blocks when a page changes its owner. The course's kernel for one new token
 # over a long cache reads pages in this way: `attention_decode(..., block_table=...)`.
 #
-# What do pages cost? The picture has what an H200 measured: the kernel over the cache in one piece, over the same piece with the
-# lengths of its sequences given, and over pages, beside FlashAttention 3, which reads pages, too.
+# What do pages cost? The picture has an H200's times: the kernel over the cache in one piece, over the same piece with the
+# lengths of its sequences, and over pages. FlashAttention 3, which reads pages, too, stands beside it.
 
 # %%
 your_place = None  # your line: a sequence has the pages [7, 2, 5], of 64 tokens each. At which place of the pool lies its token 100?

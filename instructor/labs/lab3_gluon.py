@@ -613,8 +613,8 @@ show_recorded_fences()
 # %% [markdown]
 # **Inside one partition the compiler adds the fence itself: it sees a read, and then a TMA copy into the same memory.
 # Between partitions it does not**: there the read and the copy are in different functions, and the fence is yours. What it
-# sees depends on its version, too: Triton 3.6 puts a fence before a TMA *load*, and none before a TMA *store*, so the
-# recorded 4.1 and 5.1 without their fence gave wrong numbers in *every* launch; Triton 3.7 puts both back. In the record the
+# sees depends on its version, too. Triton 3.6 puts a fence before a TMA *load*, and none before a TMA *store*: the
+# recorded 4.1 and 5.1 without their fence gave wrong numbers in *every* launch. Triton 3.7 puts both back. In the record the
 # ring of 3.4 came through without that fence. That is luck, not a proof: DeepEP, a library for mixtures of experts, once
 # left out such a fence, and had to repair it.
 #
@@ -900,8 +900,8 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 # # Part 5: Flash attention
 #
 # Now the pieces come together. For each block of keys: $S = QK^\top$ by `wgmma`, the online softmax on the accumulator, and
-# $O = O\alpha + PV$ by a second `wgmma`, whose left operand $P$ comes straight from registers (`gl.convert_layout(p, left)`
-# costs nothing there: both layouts put the same elements into the same threads, as the picture in Part 4 shows).
+# $O = O\alpha + PV$ by a second `wgmma`. Its left operand $P$ comes straight from registers: `gl.convert_layout(p, left)`
+# costs nothing, since both layouts put the same elements into the same threads (the picture in Part 4).
 #
 # The softmax in base 2 saves a multiplication: with $c = \text{scale} \cdot \log_2 e$ the weights are $2^{c\,(s - m)}$, in
 # code `p = gl.exp2(s * c - m * c)`: one multiply-add and one `exp2` for each score.

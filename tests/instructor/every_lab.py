@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib
 import os
 import re
 import warnings
@@ -218,6 +219,7 @@ class EveryAnswer:
         assert green == []
 
     def test_model_answers_pass_with_fresh_inputs(self, calls, checks, names):
+        importlib.import_module("sympy")  # adds a filter of warnings, whenever torch imports it first
         conditions = sdpa_switches(), list(warnings.filters)
         assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.drawn(calls, 1), names, checks)) == []
         assert (sdpa_switches(), list(warnings.filters)) == conditions  # grading leaves nothing behind
