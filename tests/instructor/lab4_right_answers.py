@@ -98,6 +98,11 @@ def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
             low = middle
     return high
 
+# %% q3_2: without gradients
+-def split_kv_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, splits: int) -> torch.Tensor:
++@torch.no_grad()
++def split_kv_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, splits: int) -> torch.Tensor:
+
 # %% q3_2: grouped heads as a dimension of their own
 def attend_part(q, k, v):
     b, h, s, d = q.shape

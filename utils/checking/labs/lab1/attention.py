@@ -99,7 +99,6 @@ def check_attention_memory(score_bytes, longest_length):
         }
         got, what = longest_length(*arguments), f"longest_length{arguments}"
         expect_number(got, right, rel=0, what=what, mistakes=known)
-        assert isinstance(got, int), f"a length is an integer; got {got!r}"
 
 
 def expect_bshd(attention_bshd, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

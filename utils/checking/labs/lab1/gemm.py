@@ -275,4 +275,3 @@ def check_achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm):
     ):
         got, what = smallest_compute_bound_gemm(ridge, kind), f"smallest_compute_bound_gemm({ridge}, {kind})"
         expect_number(got, right, rel=0, what=what, mistakes=known)
-        assert isinstance(got, int), f"n is an integer; got {got!r}"

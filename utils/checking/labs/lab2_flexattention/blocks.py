@@ -76,7 +76,7 @@ def check_promises(block_flops, promised_speedup, document_blocks):
         ("document_blocks", document_blocks, (32, 8, 8), 4, "blocks", {}),
     ):  # fmt: skip
         what = f"{name}({', '.join(map(str, arguments))})"
-        expect_number(function(*arguments), right, rel=1e-9, unit=unit, what=what, mistakes=mistakes)
+        expect_number(function(*arguments), right, rel=1e-6, unit=unit, what=what, mistakes=mistakes)
 
 
 @visible(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 
@@ -76,7 +77,7 @@ def runs(backend: str, query, key, value, **options) -> bool:
 @contextlib.contextmanager
 def replaced_answers(function: Callable, others: Mapping[str, Callable]) -> Iterator[list[str]]:
     """Let a student's function call others, {name: function}, in place of earlier answers; yield the names that it knows."""
-    names = getattr(function, "__globals__", {})
+    names = getattr(inspect.unwrap(function), "__globals__", {})
     before = {name: names[name] for name in others if name in names}
     names.update({name: others[name] for name in before})
     try:
