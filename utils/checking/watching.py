@@ -238,11 +238,6 @@ def _plain(name: str) -> str:
     return name.strip("_") if name.startswith("__") else name.rstrip("_")
 
 
-def _sentence(hint: str) -> str:
-    """Return a hint as a sentence that follows another one."""
-    return f" {hint[0].upper()}{hint[1:]}{'' if hint[-1] in '.!?' else '.'}" if hint else ""
-
-
 @dataclass(frozen=True)
 class Rule:
     """What a question forbids or limits, declared beside its check.
@@ -298,4 +293,6 @@ class Rule:
             words = f"the operator {name} worked on {found[1]:,} elements at once, and {allows} {limit:,}."
         else:
             return
-        raise AssertionError(f"{words}{_sentence(self.hint)}{watch.at(name)}")
+        end = "" if self.hint.endswith(("?", "!", ".")) else "."
+        hint = f" {self.hint[0].upper()}{self.hint[1:]}{end}" if self.hint else ""
+        raise AssertionError(f"{words}{hint}{watch.at(name)}")
