@@ -212,7 +212,8 @@ def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
 
 def _finite(scale: float) -> float:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if not isinstance(scale, (bool, str, bytes)) and math.isfinite(number := float(scale)):
+        kind = f"{type(scale).__name__} {getattr(scale, 'dtype', '')}"  # NumPy and torch have truth values of their own
+        if not isinstance(scale, (str, bytes)) and "bool" not in kind and math.isfinite(number := float(scale)):
             return number
     raise ValueError(f"scale must be None or a finite number; it is {scale!r}.")
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -318,7 +319,7 @@ MISTAKES = [  # a change of q, k, v (1, 4, 6, 16) and (1, 2, 6, 16), or argument
     ({"window": 2.5}, ValueError, "whole number"),
     ({"causal": "yes"}, TypeError, "True or False"),
     ({"scale": "1"}, ValueError, "scale"),
-    ({"scale": True}, ValueError, "scale"),
+    *(({"scale": true}, ValueError, "scale") for true in (True, np.True_, torch.tensor(True), np.array([True]))),
     ({"scale": 10**400}, ValueError, "scale"),
     ({"scale": math.nan}, ValueError, "scale"),
     ({"backend": "flash3"}, ValueError, "choose one of naive, naive_compiled, math"),
