@@ -185,6 +185,8 @@ def make_problem(
     if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
         _try_once(mask_mod, score_mod, q.device, (batch - 1, heads - 1, max(sq - 1, 0), sk))
     scale = head_dim**-0.5 if scale is None else _finite(scale)
+    if not sq:  # nothing is masked, and functions of no index need not be called
+        causal, window, mask_mod, score_mod = False, None, None, None
     shape = batch, heads, kv_heads, sq, sk, head_dim
     functions = mask_mod, score_mod, v_dim if v_dim != head_dim else 0
     return Problem(*shape, q.dtype, q.device, causal, scale, window, needs_grad(q, k, v), *functions, with_lse)
