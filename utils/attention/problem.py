@@ -230,6 +230,9 @@ def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torc
     if mask_mod is not None:
         ends = torch.tensor([query, 0, sk - 1], dtype=torch.int32, device=device)
         evaluate(mask_mod, ends[:1], ends[1:], b, h)
+    for part in (score_mod, *getattr(score_mod, "mods", ())):
+        if getattr(part, "heads", h + 1) <= h:
+            raise ValueError(f"score modifier {name_of(part)} is for {part.heads} heads, and q has {h + 1}.")
     if score_mod is not None:  # a million keys at most: what cannot fit is refused later
         modify_scores(score_mod, torch.zeros(1, min(sk, 1 << 20), device=device), b, h, query)
 

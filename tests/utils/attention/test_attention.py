@@ -373,6 +373,7 @@ MISTAKES = [  # a change of q, k, v (1, 4, 6, 16) and (1, 2, 6, 16), or argument
     ({"score_mod": lambda s, b, h, q, k: s > 0}, TypeError, "bool"),
     ({"score_mod": lambda s, b, h, q, k: s[None]}, TypeError, "one floating-point"),
     ({"score_mod": score_mods.relative_bias(torch.zeros(2, 9))}, ValueError, "IndexError"),
+    ({"score_mod": score_mods.compose(score_mods.soft_cap(2.0), score_mods.alibi(2))}, ValueError, "2 heads.* 4"),
     ({"seqlens": torch.tensor([3])}, ValueError, "int32"),
     ({"seqlens": INT([9])}, ValueError, "6 keys"),
     ({"seqlens": INT([3]), "window": "x"}, ValueError, "window"),

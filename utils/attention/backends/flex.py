@@ -117,6 +117,9 @@ def _refuses_eager(problem: Problem, options: Options) -> str:
         return f"it needs FlexAttention, which torch {torch.__version__} does not have."
     if problem.needs_grad and problem.device.type == "cpu":
         return "it has no backward pass on a CPU, and an input requires a gradient."
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key().name in ("Vmap", "Jvp"):
+        return f"torch does not run it under {transform.key().name.lower()}."
     if not problem.sq:
         return "it takes one query at least: compiled for a CPU, it ends the process without."
     if problem.type_name not in ("float16", "bfloat16", "float32"):
