@@ -14,6 +14,8 @@ from utils.attention.masks.blocks import synchronize
 from utils.attention.masks.mask_mods import captured, name_of
 from utils.attention.problem import Attend, AttentionUnsupported, Bound, Problem
 
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
+
 
 class Recompiled(RuntimeError):
     """A prepared call has no compiled version, or several, where one is right; or its mask has changed."""

@@ -227,9 +227,8 @@ def captured(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict |
     if not depth or (id(mod), names) in seen:
         return ()
     seen[id(mod), names] = mod
-    function = (
-        mod if hasattr(mod, "__code__") else getattr(mod, "__func__", type(mod).__call__ if callable(mod) else None)
-    )
+    call = getattr(mod, "__func__", getattr(type(mod), "__call__", None))  # noqa: B004 (of a method, or another object)
+    function: Any = mod if hasattr(mod, "__code__") else call
     inner: list = []
     if hasattr(mod, "tobytes"):  # an array of NumPy, which counts no changes
         return (mod.tobytes(),)
