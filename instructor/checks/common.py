@@ -87,7 +87,7 @@ def expect_counts(
     mistakes: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Assert a tuple of numbers; `mistakes` maps a hint to the tuple that the mistake leads to."""
-    expect_items(got, ", ".join(units), what)
+    expect_items(got, ", ".join(unit or "share" for unit in units), what)
     for i, unit in enumerate(units):
         known = {hint: numbers[i] for hint, numbers in (mistakes or {}).items()}
         expect_value(got[i], expected[i], unit, f"{what}[{i}]", known)

@@ -14,34 +14,10 @@ the automatic order, `reference.py` the float64 specification, `masks/` has mask
 `backends/` one file a library, and `gluon/` the course's own kernels: one in five steps, and one for decode.
 """
 
+# ruff: noqa: F401 (what is imported here is what the package offers)
 from utils.attention.backends import BACKENDS, able_backends, find_backend
 from utils.attention.call import Run, attention, backend_table, last_run, prepare, proof
 from utils.attention.decode import attention_decode, decode_reference
 from utils.attention.prepared import Prepared, Recompiled
 from utils.attention.problem import AttentionUnsupported, Backend, Options, Problem, Refused, make_problem
 from utils.attention.reference import allowed_keys, reference, reference_gradients
-
-__all__ = [
-    "BACKENDS",
-    "AttentionUnsupported",
-    "Backend",
-    "Options",
-    "Prepared",
-    "Problem",
-    "Recompiled",
-    "Refused",
-    "Run",
-    "able_backends",
-    "allowed_keys",
-    "attention",
-    "attention_decode",
-    "backend_table",
-    "decode_reference",
-    "find_backend",
-    "last_run",
-    "make_problem",
-    "prepare",
-    "proof",
-    "reference",
-    "reference_gradients",
-]

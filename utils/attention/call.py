@@ -20,9 +20,8 @@ from utils.attention.masks.blocks import BlockSize, block_sizes
 from utils.attention.masks.mask_mods import MaskMod, captured
 from utils.attention.masks.mask_mods import causal as causal_mask
 from utils.attention.masks.score_mods import ScoreMod
-from utils.attention.prepared import Prepared, compiled_graphs, compiled_versions
+from utils.attention.prepared import MODES, Prepared, compiled_graphs, compiled_versions
 from utils.attention.problem import (
-    MODES,
     NO_OPTIONS,
     Attend,
     AttentionUnsupported,

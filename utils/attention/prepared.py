@@ -11,12 +11,14 @@ from collections.abc import Callable
 import torch
 
 from utils.attention.masks.blocks import synchronize
-from utils.attention.masks.mask_mods import name_of
+from utils.attention.masks.mask_mods import captured, name_of
 from utils.attention.problem import Attend, AttentionUnsupported, Bound, Problem
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
 
 
 class Recompiled(RuntimeError):
-    """A prepared call has no compiled version, or several, where one is right."""
+    """A prepared call has no compiled version, or several, where one is right; or its mask has changed."""
 
 
 def compiled_versions(function: Callable) -> int:
@@ -64,7 +66,8 @@ class Prepared:
         self.inputs, self.seconds, self.backend = inputs, bound.seconds, settings["backend"]
         self._codes: list[str] = []
         self._metadata = tuple(map(_metadata, inputs))
-        self._grad = problem.needs_grad
+        self._grad, self._mask = problem.needs_grad, problem.mask_mod
+        self._read = {captured(self._mask)}
         first = bound.first or bound.call
         began = time.perf_counter()
         with warnings.catch_warnings():  # eager FlexAttention warns that it stores all scores: here that is known
@@ -92,6 +95,10 @@ class Prepared:
             raise ValueError(
                 f"this call was prepared for {_describe(self._metadata)} and was given {_describe(given)}: prepare "
                 "another one with prepare(...); compiled code is for one shape, type and layout."
+            )
+        if captured(self._mask) not in self._read:
+            raise Recompiled(
+                f"{name_of(self._mask)} reads something else than when this call was prepared: prepare it anew."
             )
         if self.source is None:
             return self._run(self.fn, q, k, v)

@@ -32,7 +32,6 @@ from utils.kernels.handle import needs_grad
 from utils.machine.device import Support
 from utils.validation import whole_number
 
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
 # Of q, k and v: the output, or (output, log-sum-exp) of a problem `with_lse`.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
@@ -159,10 +158,9 @@ def make_problem(
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     batch, heads, sq, head_dim = q.shape
     kv_heads, sk, v_dim = k.shape[1], k.shape[2], v.shape[3]
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k and v must have the same B, Hkv and Sk of (B, Hkv, Sk, D): {shapes}.")
-    if batch != k.shape[0] or head_dim != k.shape[3]:
-        raise ValueError(f"q, k and v must agree in batch size and head dimension: {shapes}.")
+    if k.shape[:3] != v.shape[:3] or batch != k.shape[0] or head_dim != k.shape[3]:
+        alike = "k and v must have the same B, Hkv and Sk of (B, Hkv, Sk, D), and agree in batch size and D with q"
+        raise ValueError(f"{alike}: {shapes}.")
     if 0 in k.shape or not heads or not v_dim:
         raise ValueError(f"Sequences, heads, keys and head dimension must not be empty: {shapes}.")
     if heads % kv_heads:
@@ -185,6 +183,8 @@ def make_problem(
     if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
         _try_once(mask_mod, score_mod, q.device, (batch - 1, heads - 1, max(sq - 1, 0), sk))
     scale = head_dim**-0.5 if scale is None else _finite(scale)
+    if not sq:  # nothing is masked, and functions of no index need not be called
+        causal, window, mask_mod, score_mod = False, None, None, None
     shape = batch, heads, kv_heads, sq, sk, head_dim
     functions = mask_mod, score_mod, v_dim if v_dim != head_dim else 0
     return Problem(*shape, q.dtype, q.device, causal, scale, window, needs_grad(q, k, v), *functions, with_lse)
@@ -201,10 +201,7 @@ def _limiting(window: int, is_causal: bool, sq: int, sk: int) -> int | None:
 
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Return queries and a positive scale that give the same scores, for kernels that are wrong with another one.
-
-    A kernel that masks with minus infinity, or takes the maximum, before it scales needs a positive scale.
-    """
+    """Return queries and a positive scale of the same scores, for kernels that mask, or take the maximum, before they scale."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
@@ -212,7 +209,8 @@ def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
 
 def _finite(scale: float) -> float:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if not isinstance(scale, (bool, str, bytes)) and math.isfinite(number := float(scale)):
+        kind = f"{type(scale).__name__} {getattr(scale, 'dtype', '')}"  # NumPy and torch have truth values of their own
+        if not isinstance(scale, (str, bytes)) and "bool" not in kind and math.isfinite(number := float(scale)):
             return number
     raise ValueError(f"scale must be None or a finite number; it is {scale!r}.")
 
@@ -227,6 +225,9 @@ def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torc
     if mask_mod is not None:
         ends = torch.tensor([query, 0, sk - 1], dtype=torch.int32, device=device)
         evaluate(mask_mod, ends[:1], ends[1:], b, h)
+    for part in (score_mod, *getattr(score_mod, "mods", ())):
+        if getattr(part, "heads", h + 1) <= h:
+            raise ValueError(f"score modifier {name_of(part)} is for {part.heads} heads, and q has {h + 1}.")
     if score_mod is not None:  # a million keys at most: what cannot fit is refused later
         modify_scores(score_mod, torch.zeros(1, min(sk, 1 << 20), device=device), b, h, query)
 
@@ -376,8 +377,7 @@ class Backend:
 def on_plain_shapes(problem: Problem, plain: Problem, attend: Attend) -> Attend:
     """Return `attend`, a function for the shapes of the plain problem, as a function for those of the problem.
 
-    Q, K and V are viewed, so nothing is copied unless they are not contiguous. The output is copied if the kernel
-    wrote it in another order than (B, H, S, D).
+    Q, K and V are copied if they are not contiguous, and the output if it is in another order than (B, H, S, D).
     """
     if plain.sq == problem.sq:
         return attend

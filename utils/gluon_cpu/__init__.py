@@ -41,6 +41,7 @@ Limits:
 - TMA's im2col mode and most inline assembly (ptx.py) are refused by name.
 """
 
+# ruff: noqa: F401 (what is imported here is what the package offers)
 from .reports import (
     KINDS,
     BarrierError,
@@ -60,26 +61,3 @@ from .reports import (
 )
 from .simulation import Run, simulate
 from .timeline import CostModel, Event, plot_events
-
-__all__ = [
-    "KINDS",
-    "BarrierError",
-    "CostModel",
-    "DeadlockError",
-    "EndlessLoopError",
-    "Event",
-    "FenceError",
-    "GlobalMemoryError",
-    "KernelError",
-    "LayoutError",
-    "RaceError",
-    "Report",
-    "Run",
-    "SimulationError",
-    "Site",
-    "UnfinishedError",
-    "UninitializedError",
-    "UnknownOperationError",
-    "plot_events",
-    "simulate",
-]

@@ -7,6 +7,7 @@ whether results are right.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -26,7 +27,7 @@ class Assembly:
     """One kernel compiled.
 
     registers: at launch, before setmaxnreg moves them between warpgroups. columns: of Blackwell's tensor memory.
-    unused_barriers: see the function of this name.
+    covered_barriers: see the function of this name.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Assembly:
     spill_bytes: int
     stack_bytes: int
     warnings: tuple[str, ...]
-    unused_barriers: tuple[str, ...] = ()
+    covered_barriers: list[str]
     columns: int = 0
 
     def count(self, pattern: str, where: str = "sass") -> int:
@@ -113,28 +114,38 @@ def read_assembly(compiled, name: str) -> Assembly:
         total(r"(\d+) bytes spill (?:stores|loads)"),
         total(r"(\d+) bytes stack frame"),
         tuple(line.strip() for line in report.splitlines() if "warning" in line.lower() or "C75" in line),
-        unused_barriers(compiled.asm["ttgir"]),
+        covered_barriers(compiled.asm["ttgir"], int(target[1][3:-1])),
         getattr(compiled.metadata, "tmem_size", None) or 0,
     )
 
 
-def unused_barriers(ttgir: str) -> tuple[str, ...]:
-    """Return the mbarriers, by their names in Triton's IR, that a kernel initialises and never uses.
+def covered_barriers(ttgir: str, capability: int = HOPPER) -> list[str]:
+    """Return the mbarriers, by their names in Triton's IR, in whose shared memory the compiler puts something else too.
 
-    Behind its last use the compiler gives a barrier's place in shared memory to a tile. PTX forbids that without
-    mbarrier.inval. Where several processes took turns on an H200, such tiles had nan at the barriers' places.
+    It gives a barrier's place to what is allocated behind the last line that names it, while a copy may still complete on it.
+    PTX forbids that without mbarrier.inval: on an H200 such tiles had nan at the barriers' places.
     """
-    value = r"%[\w$.-]+"
-    unused: dict[str, set[str]] = {}  # the names of each array of barriers and of its parts
-    for line in (line.split(" loc(")[0] for line in ttgir.splitlines()):
-        part = re.match(rf"\s*({value}) = ttg\.memdesc_(?:index|sub\w+) ", line)
-        for array, names in list(unused.items()):
-            if names.isdisjoint(re.findall(value, line)):
-                continue
-            if part:
-                names.add(part[1])
-            elif "ttng.init_barrier" not in line:
-                del unused[array]
-        if found := re.match(rf"\s*({value}) = ttg\.local_alloc .*memdesc<[\dx]*xi64", line):
-            unused[found[1]] = {found[1]}
-    return tuple(unused)
+    from triton._C.libtriton import ir, nvidia, passes
+
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(ttgir)
+        file.flush()
+        module = ir.parse_mlir_module(file.name, context)
+    manager = ir.pass_manager(context)  # as Triton goes on from here, up to the places
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, capability, 80)
+    manager.run(module, "places in shared memory")
+    barriers, places = {}, []
+    for line in re.findall(r".*allocation\.offset = .*", str(module)):
+        begin = int(line.split("allocation.offset = ")[1].split(" ")[0])
+        buffer = re.search(r"(%\S+) = ttg\.local_alloc .*memdesc<([\dx]+)x[a-z]+(\d+)", line)
+        # The IR does not say how much other operations, such as a sum over warps, store on their way: a byte at the least.
+        size = math.prod(map(int, buffer[2].split("x"))) * int(buffer[3]) // 8 if buffer else 1
+        places.append(range(begin, begin + size))
+        if buffer and re.search(r"memdesc<(?:\d+x)?1xi64", line):
+            barriers[buffer[1]] = places[-1]
+    return [name for name, b in barriers.items() if sum(p.start < b.stop and b.start < p.stop for p in places) > 1]

@@ -96,7 +96,12 @@ def start_decode(
     if not hasattr(slots, "tokens_held"):
         raise ValueError("the cache is empty: run prefill_forward on it before decode_forward")
     _check_allocation(slots, hidden_states)
-    position = _position_on_host(cache_positions)
+    if tuple(cache_positions.shape) != (1,) or cache_positions.dtype != torch.int64:
+        raise ValueError(
+            f"cache_positions is {cache_positions.dtype} of shape {tuple(cache_positions.shape)}; it must be "
+            "one position, torch.tensor([position], device=...)"
+        )
+    position = first_position(cache_positions)
     if position is not None:
         _check_position(slots, position, _capacity(cache))
     # transformers writes to the slot in this tensor, as long as the int says that the window is not full.
@@ -130,9 +135,16 @@ def finish_decode(slots: StaticLayer, position: int | None) -> None:
     slots.tokens_held = None if position is None or is_capturing(slots.keys) else position + 1
 
 
-def remember_position(cache_positions: torch.Tensor, position: int) -> None:
-    """Attach the position to the device tensor that holds it, so that it need not be read back."""
-    cache_positions.known_position = (position, _version(cache_positions))
+def remember_position(positions: torch.Tensor, first: int | None) -> None:
+    """Attach the first of these positions, or of the positions that these embeddings are of, so that it need not be read."""
+    if not positions.is_inference():  # torch does not count the changes in place of an inference tensor
+        positions.known_position = first, positions._version
+
+
+def known_position(positions: torch.Tensor) -> int | None:
+    """Return the attached position; None if there is none, or the tensor has changed since."""
+    position, version = getattr(positions, "known_position", (None, None))
+    return position if version is not None and version == positions._version else None
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
@@ -140,29 +152,19 @@ def is_capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version  # torch does not count changes of inference tensors
+def first_position(positions: torch.Tensor) -> int | None:
+    """Return the first of positions that count up along their last dimension; -1 if they do not, None in a trace or capture.
 
-
-def _position_on_host(cache_positions: torch.Tensor) -> int | None:
-    """Return the position as an int, or None if it is unknown and cannot be read, in a graph capture or a trace.
-
-    `create_decode_inputs_with_cache` attaches it to its tensor. Any other tensor is read once, and again only after a
-    change in place, so the timed calls of a benchmark do not wait for the GPU.
+    A tensor is read once, and again only after a change in place, so that the timed calls of a benchmark do not wait for
+    the GPU; an inference tensor is read at each call.
     """
-    if tuple(cache_positions.shape) != (1,) or cache_positions.dtype != torch.int64:
-        raise ValueError(
-            f"cache_positions is {cache_positions.dtype} of shape {tuple(cache_positions.shape)}; it must be "
-            "one position, torch.tensor([position], device=...)"
-        )
-    known = getattr(cache_positions, "known_position", None)
-    if known is not None and known[1] == _version(cache_positions):
-        return known[0]
-    if torch.compiler.is_compiling() or is_capturing(cache_positions):
-        return None
-    position = int(cache_positions)
-    remember_position(cache_positions, position)
-    return position
+    if (first := known_position(positions)) is not None or torch.compiler.is_compiling() or is_capturing(positions):
+        return first
+    here = positions.cpu()
+    first = int(here.flatten()[0])
+    first = first if (here == torch.arange(first, first + here.shape[-1])).all() else -1
+    remember_position(positions, first)
+    return first
 
 
 def _slots(cache: StaticCache, layer: torch.nn.Module) -> StaticLayer:

@@ -32,7 +32,9 @@ from utils.model.kv_cache import (
     filled_slots,
     finish_decode,
     finish_prefill,
+    first_position,
     is_capturing,
+    known_position,
     remember_position,
     start_decode,
     start_prefill,
@@ -115,7 +117,10 @@ def get_position_embeddings(
         raise ValueError(f"layer_type is {layer_type!r}; allowed: {', '.join(rotary_emb.layer_types)}")
     if position_ids.dim() != 2:
         raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}; it must be (B, S) or (1, S)")
-    return rotary_emb(hidden_states, position_ids, layer_type)
+    embeddings = rotary_emb(hidden_states, position_ids, layer_type)
+    if (first := first_position(position_ids)) is not None:
+        remember_position(embeddings[0], first)
+    return embeddings
 
 
 # ---- random inputs -----------------------------------------------------------------------------------------
@@ -147,7 +152,6 @@ def create_decode_inputs_with_cache(
     whole_numbers(current_seq_len=current_seq_len)
     hidden_states, _ = create_prefill_inputs(batch_size, 1, hidden_size, dtype, device)
     cache_positions = torch.full((1,), current_seq_len, device=hidden_states.device)
-    remember_position(cache_positions, current_seq_len)
     return hidden_states, cache_positions.repeat(batch_size, 1), cache_positions
 
 
@@ -194,6 +198,7 @@ def prefill_forward(
         (B, S, hidden_size).
     """
     _check_inputs(layer, hidden_states, position_ids, position_embeddings)
+    _check_positions(0, position_ids, position_embeddings)
     length = attended = hidden_states.shape[1]
     if past_key_values is not None:
         slots = start_prefill(past_key_values, layer, hidden_states)
@@ -233,8 +238,8 @@ def decode_forward(
         use_kv_cache: True uses the next two arguments, False uses `prefill_hidden_states`.
         past_key_values: the cache, filled by `prefill_forward`.
         cache_positions: (1,), the new token's position, which is the number of tokens before it. Decoding again at an
-            earlier position overwrites it and drops the later tokens. A GPU tensor that
-            `create_decode_inputs_with_cache` did not make is read once for a check: warm up before timing.
+            earlier position overwrites it and drops the later tokens. Positions on a GPU are read once for a check: warm
+            up before timing.
         prefill_hidden_states: all tokens before the new token, (B, S, hidden_size).
         attend: with a cache, the attention to use in place of the layer's own: called as attend(q, keys, values,
             seqlens=..., scale=..., causal=False), such as `utils.attention.attention_decode`. None: the layer's own.
@@ -265,6 +270,7 @@ def decode_forward(
         raise ValueError(f"decode with a cache needs {missing}; use_kv_cache=False decodes without a cache")
     _check_inputs(layer, hidden_states, position_ids, position_embeddings)
     slots, position = start_decode(past_key_values, layer, hidden_states, cache_positions)
+    _check_positions(position, position_ids, position_embeddings)
     arguments = dict(
         position_embeddings=position_embeddings, position_ids=position_ids, past_key_values=past_key_values
     )
@@ -348,7 +354,7 @@ def _attention_mask(layer: torch.nn.Module, visible: torch.Tensor, dtype: torch.
     return visible[None, None]
 
 
-# ---- checks: shapes, dtypes and devices only, so nothing waits for the GPU ---------------------------------
+# ---- checks: of shapes, dtypes and devices; of positions as far as they are known without a wait -----------
 
 
 def _check_inputs(
@@ -380,4 +386,13 @@ def _check_inputs(
             raise ValueError(
                 f"position_embeddings' {name} has shape {tuple(tensor.shape)}; this call needs "
                 f"{(batch, *expected)}: use get_position_embeddings with the same position_ids"
+            )
+
+
+def _check_positions(first: int | None, position_ids: torch.Tensor, position_embeddings: PositionEmbeddings) -> None:
+    given = first_position(position_ids), known_position(position_embeddings[0])
+    for name, begin in zip(("position_ids", "position_embeddings"), given, strict=True):
+        if None not in (first, begin) and first != begin:
+            raise ValueError(
+                f"{name} must count up from {first}, the first token's position: make both anew for these tokens"
             )

@@ -44,7 +44,7 @@ def mask_costs(mask_costs, seed=None):
         expect_counts(
             mask_costs(mask, batch, heads, head_dim, dtype),
             expected,
-            ("density", "FLOPs", "bytes"),
+            ("", "FLOPs", "bytes"),
             f"mask_costs of ({s}, {length}), batch {batch}, {heads} heads, D {head_dim}, {dtype_name(dtype)}",
             {
                 "This is the masked share.": (lost / total, 4 * head_dim * many * seen, many * seen * size),

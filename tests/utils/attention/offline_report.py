@@ -33,7 +33,7 @@ def main() -> None:
         row |= {
             "registers": kernel.registers,
             "spill_bytes": kernel.spill_bytes,
-            "unused_barriers": kernel.unused_barriers,
+            "covered_barriers": kernel.covered_barriers,
             "stack_bytes": kernel.stack_bytes,
             "shared_bytes": kernel.shared_bytes,
             "warnings": kernel.warnings,

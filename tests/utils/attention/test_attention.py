@@ -1,5 +1,6 @@
 """Every backend that runs here against float64, plain calls, and what the other backends say."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,6 +79,41 @@ def test_a_query_without_keys_is_zero():
     for name in ("naive", "triton"):
         got = attention(q, k, v, causal=True, backend=name).double()
         torch.testing.assert_close(got, out, atol=1e-6, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ("auto", *CASES_OF_BACKENDS))
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"mask_mod": causal},
+        {"score_mod": score_mods.soft_cap(2.0)},
+        {"seqlens": torch.tensor([2], dtype=torch.int32)},
+    ],
+)
+def test_no_queries_have_no_output(backend, arguments):
+    """FlexAttention, compiled for a CPU, ended the process by a division by zero."""
+    q, k, v = tensors(1, 2, 1, 0, 5, 16)
+    with contextlib.suppress(AttentionUnsupported):
+        assert attention(q, k, v, backend=backend, **arguments).shape == q.shape
+
+
+@pytest.mark.parametrize("backend", CASES_OF_BACKENDS)
+@pytest.mark.parametrize("which", range(3))
+def test_a_tensor_with_one_number_a_row(backend, which):
+    """FlexAttention, compiled for a CPU, read behind a tensor whose last dimension is expanded."""
+    given = list(tensors(1, 2, 2, 7, 7, 16))
+    given[which] = given[which][..., :1].expand(given[which].shape)
+    expected, _ = reference(*given, causal=True)
+    with contextlib.suppress(AttentionUnsupported):  # as torch's flash backend says
+        got = attention(*given, causal=True, backend=backend).double()
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_large_scores_in_fp16():
+    q, k, v = (x.half() for x in tensors(1, 2, 1, 9, 9, 64))
+    expected, _ = reference(q * 100, k * 100, v)
+    torch.testing.assert_close(attention(q * 100, k * 100, v, backend="naive").double(), expected, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
@@ -318,7 +355,7 @@ MISTAKES = [  # a change of q, k, v (1, 4, 6, 16) and (1, 2, 6, 16), or argument
     ({"window": 2.5}, ValueError, "whole number"),
     ({"causal": "yes"}, TypeError, "True or False"),
     ({"scale": "1"}, ValueError, "scale"),
-    ({"scale": True}, ValueError, "scale"),
+    *(({"scale": true}, ValueError, "scale") for true in (True, np.True_, torch.tensor(True), np.array([True]))),
     ({"scale": 10**400}, ValueError, "scale"),
     ({"scale": math.nan}, ValueError, "scale"),
     ({"backend": "flash3"}, ValueError, "choose one of naive, naive_compiled, math"),
@@ -336,6 +373,7 @@ MISTAKES = [  # a change of q, k, v (1, 4, 6, 16) and (1, 2, 6, 16), or argument
     ({"score_mod": lambda s, b, h, q, k: s > 0}, TypeError, "bool"),
     ({"score_mod": lambda s, b, h, q, k: s[None]}, TypeError, "one floating-point"),
     ({"score_mod": score_mods.relative_bias(torch.zeros(2, 9))}, ValueError, "IndexError"),
+    ({"score_mod": score_mods.compose(score_mods.soft_cap(2.0), score_mods.alibi(2))}, ValueError, "2 heads.* 4"),
     ({"seqlens": torch.tensor([3])}, ValueError, "int32"),
     ({"seqlens": INT([9])}, ValueError, "6 keys"),
     ({"seqlens": INT([3]), "window": "x"}, ValueError, "window"),

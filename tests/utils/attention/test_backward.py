@@ -367,7 +367,7 @@ def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
         "from utils.kernels.handle import parameters\n"
         f"for step, head_dim, deterministic in {COMPILED!r}:\n"
         "    a = compile_backward(step, head_dim, deterministic=deterministic)\n"
-        "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings, a.unused_barriers, a.count('MUFU.EX2'), a.count('HGMMA.64x80x16')]))\n"
+        "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings, a.covered_barriers, a.count('MUFU.EX2'), a.count('HGMMA.64x80x16')]))\n"
         "for mask, number, most in ('ends', 0, 0), ('ends', -1, 0), ('packed', -2, 128), ('packed', -1, 0):\n"  # bytes around its loops
         "    a = compile_backward(6, mask=mask, number=number)\n"
         "    sizes = [size for _, size in parameters(a.ptx)]  # what a kept launch packs: descriptors, and two pointers of Triton's last\n"
@@ -378,13 +378,13 @@ def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
     assert len(rows) == len(COMPILED) and not done.returncode, done.stderr[-2000:]
     assert rows[2][2] < 0.82 * rows[3][2]  # of 80 columns, S^T and dP^T have 5 of 8 products
     for (step, head_dim, deterministic), row in zip(COMPILED, rows, strict=True):
-        by_tma, by_threads, products, shared, warnings, unused, exponentials, narrow = row
+        by_tma, by_threads, products, shared, warnings, covered, exponentials, narrow = row
         assert products and shared <= 227 * 1024
         assert narrow == (8 if head_dim == 80 else 0)  # four products of dV and four of dK
         assert warnings == []  # ptxas warns where it has to serialize wgmma
         adds = head_dim < 256 and not deterministic
         assert bool(by_tma) == (adds and step == 6) and bool(by_threads) == (adds and step == 3)
-        assert unused == []  # such a barrier would lie on a tile
+        assert covered == []
         if step == 6 and head_dim < 256:
             # Of 64 or 32 exponentials of a thread a quarter are polynomials.
             assert exponentials == (48 if head_dim == 64 else 24)

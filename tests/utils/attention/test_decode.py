@@ -411,7 +411,7 @@ for key, box in COMPILED:
     products = [part.split("DEPBAR.LE gsb0, 0x0")[0] for part in found.sass.split("DEPBAR.LE gsb0, 0x1")[1:]]
     reports.append([found.spill_bytes, found.shared_bytes, found.count("wgmma.mma_async", "ptx"),
                     changed.count("L2::cache_hint"), found.count("cp.async.bulk.tensor", "ptx"), found.count("STAS"),
-                    len(found.unused_barriers), found.count("griddepcontrol", "ptx"),
+                    len(found.covered_barriers), found.count("griddepcontrol", "ptx"),
                     min((part.count("MUFU.EX2") for part in products), default=0),
                     sum("maxnreg" in w or "wgmma" in w for w in found.warnings)])
 assert assembled
@@ -439,12 +439,12 @@ def assemblies():
 @pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
 @pytest.mark.parametrize(("key", "box"), COMPILED, ids=str)
 def test_the_assembly_is_what_the_plan_says(assemblies, key, box):
-    spill, shared, wgmma, policies, copies, sends, unused, overlap, beside, warnings = assemblies[key, box]
+    spill, shared, wgmma, policies, copies, sends, covered, overlap, beside, warnings = assemblies[key, box]
     plan = replace(TILES[key], box=box) if key in TILES else None
     # The operand, output and scores of the largest fp8 tiles fill the registers: numbers that are used once a head leave theirs.
     full = plan and plan.fp8 and (plan.block_d == 256 or plan.block_d * plan.columns == 128 * 64)
     assert spill <= (40 if key[2:] == (2,) else 240 if full else 0)
-    assert unused == warnings == 0 and overlap == 1
+    assert covered == warnings == 0 and overlap == 1
     if key[0] == "rows":  # half of a block's exponentials beside the product with V
         assert beside >= plan.block_n // 4
     if plan:

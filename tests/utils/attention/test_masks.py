@@ -5,6 +5,7 @@ import math
 import types
 
 import matplotlib
+import numpy as np
 import pytest
 import torch
 
@@ -172,24 +173,40 @@ def test_sparsity_of_a_mask_known_by_hand():
     assert sparsity(None, 100, 60, 64).density == 1.0
 
 
-SPAN, SIZE, OBJECT = 16, {"span": 16}, types.SimpleNamespace(span=16)
+SPAN, DEEP, OBJECT, PAIR = 16, {"a": {"b": {"span": 16}}}, types.SimpleNamespace(span=16), [None, 16]
+
+
+class Size:
+    """A mask that reads an attribute of its class."""
+
+    span = 16
+
+    def __call__(self, b, h, q, k):
+        return q // self.span == k // self.span
 
 
 def test_blocks_are_built_anew_for_a_mask_that_reads_something_else_now(monkeypatch):
-    ids, place, last = document_ids([16] * 4), [16], torch.tensor(3)
+    ids, place, last, array = document_ids([16] * 4), [16], torch.tensor(3), np.array([16])
+    helper, uncounted = [lambda q: q // 16], torch.inference_mode()(torch.tensor)(16)
     for mask, change in (
         (documents(ids), lambda: ids.zero_()),
         (both(causal, documents(ids)), lambda: ids.add_(torch.arange(64) // 32)),
         (lambda b, h, q, k: q // SPAN == k // SPAN, lambda: monkeypatch.setitem(globals(), "SPAN", 64)),
         (lambda b, h, q, k: q // place[0] == k // place[0], lambda: place.__setitem__(0, 64)),
-        (lambda b, h, q, k: q // SIZE["span"] == k // SIZE["span"], lambda: monkeypatch.setitem(SIZE, "span", 64)),
+        (lambda b, h, q, k: (lambda x: x // SPAN)(q) == k // 16, lambda: monkeypatch.setitem(globals(), "SPAN", 32)),
+        (lambda b, h, q, k: q // 16 == k // DEEP["a"]["b"]["span"], lambda: DEEP["a"]["b"].update(span=64)),
+        (lambda b, h, q, k: k < PAIR[1] if PAIR[1] else q < PAIR[0], PAIR.reverse),
+        (lambda b, h, q, k: k // int(array[0]) == q // 16, lambda: array.fill(64)),
+        (lambda b, h, q, k: helper[0](q) == k // 16, lambda: helper.__setitem__(0, lambda q: q // 32)),
+        (lambda b, h, q, k: q // uncounted == k // 16, lambda: torch.inference_mode()(uncounted.fill_)(64)),
+        (Size(), lambda: monkeypatch.setattr(Size, "span", 64)),
         (lambda b, h, q, k: q // OBJECT.span == k // OBJECT.span, lambda: monkeypatch.setattr(OBJECT, "span", 64)),
         (functools.partial(lambda last, b, h, q, k: k <= last, last), lambda: last.fill_(63)),
     ):
         before = build_block_mask(mask, 64, 64, block_size=16)
         assert build_block_mask(mask, 64, 64, block_size=16) is before
         change()
-        assert build_block_mask(mask, 64, 64, block_size=16).sparsity() != before.sparsity()
+        assert not torch.equal(build_block_mask(mask, 64, 64, block_size=16).to_dense(), before.to_dense())
 
 
 def plain(mask, sq=64, sk=64, kv_heads=2, **arguments):

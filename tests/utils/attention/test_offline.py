@@ -69,7 +69,7 @@ def of(report, case):
 def test_uses_hopper_products_and_nothing_spills(report, case):
     row = of(report, case)
     assert row["wgmma"] and row["HGMMA"] and not row["HMMA"]
-    assert row["unused_barriers"] == []
+    assert row["covered_barriers"] == []
     assert row["spill_bytes"] == row["stack_bytes"] == row["local_memory"] == 0
     # ptxas warns where it has to serialize wgmma. With one consumer there are 256 registers for a thread, one more than it takes.
     alone = plan_of(case).consumers == 1 and case["step"] == 5

@@ -152,6 +152,17 @@ def test_eager_and_stored_scores_are_right_without_a_warning():
         assert error(call(), reference(q, k, v, mask, score_mod)) < FP32_ERROR, name
 
 
+@pytest.mark.parametrize("name", ["naive", "flex_eager"])
+def test_a_mask_that_reads_something_else_than_when_it_was_prepared_is_an_error(name):
+    q, k, v = tensors(heads=4)
+    last = torch.tensor(3)
+    call = prepare(q, k, v, mask_mod=lambda b, h, q, k: k <= last, backend=name)
+    call()
+    last += 200
+    with pytest.raises(Recompiled, match="something else"):
+        call()
+
+
 def refused(name, *qkv, **options):
     with pytest.raises(AttentionUnsupported) as caught:
         prepare(*qkv, backend=name, **options)

@@ -145,6 +145,8 @@ def test_torch_compile_vmap_and_flop_counter_see_the_call():
         torch.testing.assert_close(compiled(q, k, v), expected * 2)
     many = torch.vmap(lambda *x: attention(*x, causal=True, backend="math"))(*(torch.stack([x, x]) for x in (q, k, v)))
     torch.testing.assert_close(many[1], expected)
+    many = torch.vmap(lambda *x: attention(*x, mask_mod=causal_mask))(*(torch.stack([x, x]) for x in (q, k, v)))
+    torch.testing.assert_close(many[1], expected)
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:

@@ -162,3 +162,23 @@ def ring_then_tile(x_ptr, y_desc, n, LATE: gl.constexpr):
             tile.store(x)
             gl.store(x_ptr + rows * (32 * n) + i * 32 + columns, tile.load(layout))
     tma.store_wait(0)
+
+
+@gluon.jit
+def barrier_then_tile(a_desc, c_desc, CASE: gl.constexpr):
+    """C = A + A in fp32, through a tile that is allocated behind the last line that names the barrier."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    a = gl.allocate_shared_memory(gl.float16, [64, 64], a_desc.layout)
+    mbarrier.expect(bar, a_desc.block_type.nbytes)
+    tma_load(a_desc, [0, 0], bar, a)
+    mbarrier.wait(bar, 0)
+    c = gl.allocate_shared_memory(gl.float32, [64, 64], c_desc.layout)
+    x = a.load(layout).to(gl.float32)
+    c.store(x + x)
+    fence_async_shared()
+    tma_store(c_desc, [0, 0], c)
+    tma.store_wait(0)
+    if CASE == "ended":
+        mbarrier.invalidate(bar)

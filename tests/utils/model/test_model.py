@@ -216,6 +216,14 @@ def test_inference_mode_and_no_gradients():
     with torch.inference_mode():
         prefill(built, hidden_states[:, :70], cache)
         assert_close(decode(built, hidden_states[:, 70:], 70, cache), expected[:, 70:])
+        token, at, slot = create_decode_inputs_with_cache(1, 71, HIDDEN, torch.float32, "cpu")
+        for position in range(71, 120):
+            decode_forward(built[0], token, at, embed(built, token, at), True, cache, slot)
+            assert int(cache.get_seq_length(SLIDING)) == position + 1
+            at += 1
+            slot += 1  # torch does not count the changes of an inference tensor
+        with pytest.raises(IndexError, match="room for 120"):
+            decode_forward(built[0], token, at, embed(built, token, at), True, cache, slot)
     output = prefill(built, hidden_states[:, :70], cache)
     assert_close(output, expected[:, :70])
     assert not output.requires_grad and not cache.layers[SLIDING].keys.requires_grad
@@ -291,6 +299,10 @@ def wrong_calls():
         "needs cache_positions, torch.tensor": step(cache_positions=6),
         "the cache is empty: run prefill_forward": step(past_key_values=initialize_kv_cache(CONFIG, 16)),
         "holds 6 tokens: the next position is 6": step(cache_positions=torch.tensor([7])),
+        "position_ids must count up from 6": step(position_ids=at - 1),
+        "position_embeddings must count up from 6": step(position_embeddings=embed(built, token, at + 1)),
+        "position_ids must count up from 0": lambda: prefill_forward(layer, x, ids + 1, emb),
+        "position_embeddings must count up from 0": lambda: prefill_forward(layer, x, ids, embed(built, x, ids.flip(1))),
         "it must be one position": step(cache_positions=torch.tensor([6, 6])),
         "pass prefill_hidden_states": step(**no_cache),
         "batch and hidden size must agree": step(**no_cache, prefill_hidden_states=x[:1]),

@@ -117,6 +117,11 @@ def _refuses_eager(problem: Problem, options: Options) -> str:
         return f"it needs FlexAttention, which torch {torch.__version__} does not have."
     if problem.needs_grad and problem.device.type == "cpu":
         return "it has no backward pass on a CPU, and an input requires a gradient."
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key().name in ("Vmap", "Jvp"):
+        return f"torch does not run it under {transform.key().name.lower()}."
+    if not problem.sq:
+        return "it takes one query at least: compiled for a CPU, it ends the process without."
     if problem.type_name not in ("float16", "bfloat16", "float32"):
         return f"it takes float16, bfloat16 and float32, not {problem.type_name}."
     return ""
@@ -166,6 +171,8 @@ def _flex_call(problem: Problem, blocks, options: dict | None) -> Attend:
     mod, scale, grouped = problem.score_mod, problem.scale, problem.grouped
 
     def attend(q, k, v):
+        # Compiled, it takes a stride of zero in the last dimension for one, and reads behind the tensor.
+        q, k, v = (x if x.stride(-1) else x.contiguous() for x in (q, k, v))
         result = flex_attention(
             q, k, v, score_mod=mod, block_mask=blocks, scale=scale, enable_gqa=grouped, kernel_options=options, **more
         )

@@ -30,6 +30,10 @@ def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty: torch.Te
     with_lse = problem.with_lse
 
     def attend(q, k, v):
+        if (
+            v.dtype.itemsize == 2 and v.device.type == "cpu"
+        ):  # where 16 bits are no faster, and scores in fp16 may be infinite
+            q, k = q.float(), k.float()
         if group > 1:  # heads that share K and V: broadcast, not repeated
             q, k, v = q.unflatten(1, (-1, group)), k.unsqueeze(2), v.unsqueeze(2)
         scores = q @ k.transpose(-1, -2) * scale
@@ -41,7 +45,7 @@ def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty: torch.Te
             scores = modify_all_scores(score_mod, scores)
         if hidden is not None:
             scores = scores.masked_fill(hidden, float("-inf"))
-        weights = torch.softmax(scores, -1).to(q.dtype)  # 16-bit scores too are summed in fp32
+        weights = torch.softmax(scores, -1).to(v.dtype)  # 16-bit scores too are summed in fp32
         if empty is not None:
             weights = weights.masked_fill(empty, 0.0)  # the softmax of nothing is nan
         out = (weights.unflatten(1, (-1, group)) @ v).flatten(1, 2) if group > 1 else weights @ v

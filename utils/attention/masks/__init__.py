@@ -4,6 +4,7 @@ from utils.attention.masks import both, causal, dense_mask, documents, score_mod
 from utils.attention.masks.sparsity import sparsity       # blocks and the speed-up that a mask promises
 """
 
+# ruff: noqa: F401 (what is imported here is what the package offers)
 from utils.attention.masks import score_mods
 from utils.attention.masks.blocks import (
     Blocks,
@@ -33,31 +34,3 @@ from utils.attention.masks.mask_mods import (
     sliding_window,
 )
 from utils.attention.masks.score_mods import ScoreMod
-
-__all__ = [
-    "MASKS",
-    "Blocks",
-    "MaskMod",
-    "ScoreMod",
-    "at_offset",
-    "block_sizes",
-    "both",
-    "build_block_mask",
-    "by_name",
-    "causal",
-    "count_blocks",
-    "dense_mask",
-    "dilated",
-    "document_ids",
-    "documents",
-    "either",
-    "evaluate",
-    "name_of",
-    "named",
-    "nearby",
-    "negate",
-    "prefix_lm",
-    "score_mods",
-    "seconds_to_build_block_mask",
-    "sliding_window",
-]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -204,34 +205,46 @@ def check_device(mod: MaskMod, device: torch.device | str) -> None:
         check_device(part, device)
 
 
-def captured(mod: Any, depth: int = 4, names: tuple[str, ...] = ()) -> tuple:
-    """Return what a function reads beside its arguments: numbers, text, and tensors with the count of their changes in place.
+@functools.lru_cache(maxsize=256)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of globals and attributes in a function's code, and in that of the functions that it defines."""
+    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return *code.co_names, *(name for part in inner for name in _names(part))
 
-    What was made for a mask, such as its blocks, is right only as long as this stays the same. names: of the function's code;
-    of a module or another object that it reads, these attributes count.
+
+def captured(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict | None = None) -> tuple:
+    """Return what a function reads beside its arguments: numbers, text, code, and tensors with the count of their changes.
+
+    What was made for a mask, such as its blocks, is right only as long as this stays the same. It sees no change of
+    `tensor.data`, none through memory that a tensor shares with NumPy, and nothing that lies deeper. names: of the function's
+    code; of a module or another object that it reads, these attributes count. seen: what was visited, with these names.
     """
-    if isinstance(mod, torch.Tensor):
-        # torch does not count the changes of an inference tensor: it is taken for a changed one.
-        return mod, object() if mod.is_inference() else mod._version
-    if isinstance(mod, (int, float, str)):
+    if isinstance(mod, torch.Tensor):  # torch does not count the changes of an inference tensor
+        return mod, str(mod.tolist()) if mod.is_inference() else mod._version
+    if mod is None or isinstance(mod, (int, float, str)):
         return (mod,)
-    inner: list = list(mod.values() if isinstance(mod, dict) else mod) if isinstance(mod, (tuple, list, dict)) else []
-    own = getattr(mod, "__dict__", {})
-    if hasattr(mod, "kind"):  # made by `named`, with what it reads as attributes
-        inner += own.values()
+    seen = {} if seen is None else seen
+    if not depth or (id(mod), names) in seen:
+        return ()
+    seen[id(mod), names] = mod
+    call = getattr(mod, "__func__", getattr(type(mod), "__call__", None))  # noqa: B004 (of a method, or another object)
+    function: Any = mod if hasattr(mod, "__code__") else call
+    inner: list = []
+    if hasattr(mod, "tobytes"):  # an array of NumPy, which counts no changes
+        return (mod.tobytes(),)
+    if isinstance(mod, (tuple, list, set, dict)):
+        inner += [*mod, *(mod.values() if isinstance(mod, dict) else ())]
     elif isinstance(mod, functools.partial):
         inner += [mod.func, *mod.args, *mod.keywords.values()]
-    elif callable(mod):
-        function: Any = getattr(mod, "__func__", mod)
-        function = function if hasattr(function, "__code__") else type(mod).__call__  # type: ignore[operator]
-        inner += [getattr(mod, "__self__", None), *own.values()]
-        if hasattr(function, "__code__"):
-            names = function.__code__.co_names
-            inner += [*(function.__defaults__ or ()), *(cell.cell_contents for cell in function.__closure__ or ())]
+    elif str(getattr(mod, "__module__", None) or getattr(mod, "__name__", "")).split(".")[0] != "torch":
+        inner += getattr(mod, "__dict__", {}).values() if callable(mod) else ()
+        if hasattr(function, "__code__") and not hasattr(mod, "kind"):  # `named` has what it reads as attributes
+            names = _names(function.__code__)
+            inner += [function.__code__, *(function.__defaults__ or ()), getattr(mod, "__self__", None)]
+            inner += [cell.cell_contents for cell in function.__closure__ or ()]
             inner += [function.__globals__[x] for x in names if x in function.__globals__]
-    else:
-        inner += [own[x] for x in names if x in own and not callable(own[x])]
-    return tuple(part for one in inner for part in captured(one, depth - 1, names)) if depth else ()
+        inner += [getattr(mod, x, None) for x in names] if function is not mod else ()
+    return tuple(one if isinstance(one, types.CodeType) else captured(one, depth - 1, names, seen) for one in inner)
 
 
 def same_for_all_heads(mask_mod: MaskMod | None) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from utils.attention.masks import by_name, seconds_to_build_block_mask
 from utils.attention.masks.sparsity import sparsity
-from utils.attention.problem import MODES
+from utils.attention.prepared import MODES
 from utils.bench.errors import BenchError
 from utils.bench.knobs import Knob
 from utils.bench.targets.attention import (
