@@ -170,7 +170,7 @@ def test_what_is_chosen_fits_the_call():
             assert found.programs == shape.batch * shape.kv_heads * found.parts and found.tiles == 1
             assert plan.cluster and not shape.window and found.parts in (2, 4, 8, 16)
         else:
-            heads = shape.batch * shape.kv_heads * found.tiles
+            heads = shape.batch * shape.kv_heads
             assert not plan.cluster and not (found.whole and shape.lengths and heads != found.programs)
             assert not found.whole or heads % found.programs == 0 or heads > 0.96 * found.programs
         kinds.add((plan.consumers, bool(found.parts), found.whole, found.hint))
@@ -194,7 +194,7 @@ def test_what_is_chosen_fits_the_call():
         (Shape(24, 8, 4, 1, 2048, 128), 192, 0, True),
         (Shape(16, 8, 1, 1, 512, 128, lengths=True), 128, 0, True),  # short, and one a program
         (Shape(32, 8, 8, 16, 512, 128, lengths=True), 256, 0, True),  # more of them than SMs
-        (Shape(1, 2, 8, 16, 5632, 80, window=1024), 66, 0, False),  # two tiles of a head, which are as wide as 128
+        (Shape(1, 2, 8, 16, 5632, 80, window=1024), 33, 0, False),  # two tiles of a head, which are as wide as 128
     ],
     ids=str,
 )
@@ -269,7 +269,7 @@ def test_every_block_has_one_program_and_none_has_more_blocks_or_heads_than_its_
         filled = [rng.randint(0, keys) if lengths else keys for _ in range(batch)]
         out, lens = torch.zeros(programs, 4, dtype=torch.int32), torch.tensor(filled, dtype=torch.int32)
         with gluon_cpu.simulate():
-            deal_blocks[(programs,)](out, lens, lengths, batch, heads, keys, window, plan, num_warps=4)
+            deal_blocks[(1, programs)](out, lens, lengths, batch, heads, keys, window, plan, num_warps=4)
         blocks = [max(1, -(-n // plan.block_n) - max(0, n - window) // plan.block_n) for n in filled]
         row = [[b, head, j] for b in range(batch) for head in range(heads) for j in range(blocks[b])]
         loads = []  # blocks and heads begun of each program

@@ -66,8 +66,8 @@ def attend_cluster(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     none = b * 0
     # The length is on its way from memory beside the first page numbers, which do not depend on it.
     length = cache.length(b)
-    blocks, following = first_blocks(cache, Cursor(b, flat >> bits, none, team.rank, none, none, none))
-    start = Cursor(b, flat >> bits, none, team.rank, length, none, gl.cdiv(length, PLAN.block_n))
+    blocks, following = first_blocks(cache, Cursor(b, flat >> bits, team.rank, none, none, none))
+    start = Cursor(b, flat >> bits, team.rank, length, none, gl.cdiv(length, PLAN.block_n))
     # A program behind the last block computes one all the same: all its scores are masked, and its sums are zero.
     n = gl.maximum((start.blocks - team.rank + cache.step - 1) >> bits, 1)
     ring, full, q_ring = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, n, 1)

@@ -12,7 +12,7 @@ from utils.kernels.early_launch import let_next_launch_begin
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["table_stride", "batch", "kv_heads", "rows", "sq", "sk", "left", "right", "lengths", "page_bits", "pages"]
-SIZES += ["tiles", "head_dim", "whole", "bits", "policy"]
+SIZES += ["head_dim", "whole", "bits", "policy"]
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr", "scales_ptr"])
@@ -36,7 +36,6 @@ def attention_decode(
     lengths,
     page_bits,
     pages,
-    tiles,
     head_dim,
     whole,
     bits,
@@ -45,7 +44,7 @@ def attention_decode(
     PLAN: gl.constexpr,
     ATTEND: gl.constexpr,
 ):
-    """One program: its share of the blocks of all heads.
+    """One program: its share of the blocks of all heads. The grid is (tiles of query rows, programs), or that of `cluster.py`.
 
     The sizes are the fields of `Cache`. whole: programs take whole heads. bits: a cluster has 2^bits programs. scales_ptr: (2, Hkv)
     fp32, of K and of V, for an fp8 cache. policy: of the L2, for `assembling.py`.
@@ -56,7 +55,6 @@ def attention_decode(
         table_stride,
         batch,
         kv_heads,
-        tiles,
         rows,
         sq,
         sk,

@@ -174,7 +174,7 @@ class Arrangement:
     """How one call is computed: the tile, and how its blocks and the merge of its parts are dealt out."""
 
     plan: Plan
-    programs: int
+    programs: int  # for each tile
     tiles: int = 1  # of query rows of a head of keys
     parts: int = 0  # programs of a cluster
     whole: bool = False  # programs take whole heads, of equal lengths or at most one each, so that nothing is merged
@@ -204,7 +204,7 @@ def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: i
 def takes_whole_heads(shape: Shape, plan: Plan, heads: int, programs: int) -> bool:
     """Whether programs take whole heads, so that nothing is merged: where that costs less than the merge.
 
-    heads: of all sequences, tiles of query rows counted. Seven tenths of the SMs read as fast as all of them.
+    heads: of keys, of all sequences. Seven tenths of the SMs read as fast as all of them.
     """
     if shape.lengths and heads > programs:
         few = not plan.consumers or heads <= 4 * programs
@@ -276,10 +276,10 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     if parts:
         return Arrangement(plan, heads * parts, parts=parts, hint=hint)
     tiles = -(-shape.rows // plan.columns)
-    heads *= tiles
-    places = multiprocessors * (plan.per_sm if heads >= multiprocessors or plan.fp8 else 1)
+    shared = heads * tiles >= multiprocessors or plan.fp8
+    places = max(1, multiprocessors * (plan.per_sm if shared else 1) // tiles)
     whole = takes_whole_heads(shape, plan, heads, places)
-    few = heads * shape.bytes <= HALF_BYTES and not shape.fp8
+    few = heads * tiles * shape.bytes <= HALF_BYTES and not shape.fp8
     programs = max(1, places // 2 if few else places)
     if whole:
         programs = heads if shape.lengths else min(heads, places)

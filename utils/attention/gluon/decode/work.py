@@ -3,6 +3,9 @@
 The blocks of all heads stand in one long row, sequence by sequence, head by head. Each program takes the same number of
 neighbours; a head's beginning counts as a block. Where that costs hardly more, each head is cut by itself, into pieces of the
 same number of blocks: no program then has parts of two heads. A head that lies in several programs is merged.
+
+Where a head has several tiles of query rows, as many programs have the same blocks, one for each tile. They run at the same time,
+so that one of them reads the keys from memory, and the others find them in the L2.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -111,11 +114,10 @@ def deal(lens_ptr, lengths, batch, heads, sk, sq, left, block_n, whole, programs
 
 @aggregate
 class Cursor:
-    """One block: sequence, head of keys, tile of its query rows, number in the head; and the sequence's sizes."""
+    """One block: sequence, head of keys, number in the head; and the sequence's sizes."""
 
     b: gl.tensor
     head: gl.tensor
-    tile: gl.tensor
     j: gl.tensor
     length: gl.tensor
     first: gl.tensor
@@ -124,12 +126,12 @@ class Cursor:
     @gluon.jit
     def behind(self, blocks):
         """The cursor that many blocks further, in the same head."""
-        return Cursor(self.b, self.head, self.tile, self.j + blocks, self.length, self.first, self.blocks)
+        return Cursor(self.b, self.head, self.j + blocks, self.length, self.first, self.blocks)
 
     @gluon.jit
     def at_last(self):
         """The cursor at the last block of this head."""
-        return Cursor(self.b, self.head, self.tile, self.blocks - 1, self.length, self.first, self.blocks)
+        return Cursor(self.b, self.head, self.blocks - 1, self.length, self.first, self.blocks)
 
 
 @aggregate
@@ -141,7 +143,6 @@ class Cache:
     table_stride: gl.tensor
     batch: gl.tensor
     heads: gl.tensor  # of keys
-    tiles: gl.tensor  # tiles of query rows of a head of keys
     rows: gl.tensor  # query rows of a head of keys: query heads of its group times new tokens
     sq: gl.tensor  # new tokens
     sk: gl.tensor  # keys of every sequence where it has no length of its own
@@ -155,15 +156,20 @@ class Cache:
     PLAN: gl.constexpr
 
     @gluon.jit
+    def tile(self):
+        """Which tile of a head's query rows this program computes."""
+        return gl.to_tensor(0) if self.PLAN.cluster else gl.program_id(0)
+
+    @gluon.jit
     def length(self, b):
         """Number of keys of sequence b; behind the last sequence, that of the last."""
         return gl.load(self.lens_ptr + gl.minimum(b, self.batch - 1), mask=self.lengths > 0, other=self.sk)
 
     @gluon.jit
-    def at(self, b, head, tile, j, length):
+    def at(self, b, head, j, length):
         """The cursor at a block of a sequence of this length."""
         first = first_visible(length, self.sq, self.left, self.PLAN.block_n)
-        return Cursor(b, head, tile, j, length, first, count_blocks(length, self.sq, self.left, self.PLAN.block_n))
+        return Cursor(b, head, j, length, first, count_blocks(length, self.sq, self.left, self.PLAN.block_n))
 
     @gluon.jit
     def start(self, whole):
@@ -172,11 +178,11 @@ class Cache:
         whole: programs take whole heads, of equal lengths or at most one each.
         """
         block_n: gl.constexpr = self.PLAN.block_n
-        heads = self.heads * self.tiles  # each tile of query rows reads the keys for itself
-        sizes = self.batch, heads, self.sk, self.sq, self.left
-        split = deal(self.lens_ptr, self.lengths, *sizes, block_n, whole, gl.num_programs(0))
-        unit, end = split.begin(gl.program_id(0)), split.begin(gl.program_id(0) + 1)
-        each = split.units(count_blocks(self.sk, self.sq, self.left, block_n)) * heads
+        program = gl.program_id(1)
+        sizes = self.batch, self.heads, self.sk, self.sq, self.left
+        split = deal(self.lens_ptr, self.lengths, *sizes, block_n, whole, gl.num_programs(1))
+        unit, end = split.begin(program), split.begin(program + 1)
+        each = split.units(count_blocks(self.sk, self.sq, self.left, block_n)) * self.heads
         b = unit // each
         begin = b * each
         count = 0 * b
@@ -187,7 +193,7 @@ class Cache:
             total = 0 * begin
             for chunk in range(0, self.batch, CHUNK):
                 blocks = blocks_of_chunk(self.lens_ptr, chunk, self.batch, self.sq, self.left, block_n)
-                units = gl.where(blocks > 0, split.units(blocks) * heads, 0)
+                units = gl.where(blocks > 0, split.units(blocks) * self.heads, 0)
                 ends = total + gl.associative_scan(units, 0, _add)
                 before = ends <= unit
                 b += gl.sum(before.to(gl.int32), 0)
@@ -197,13 +203,12 @@ class Cache:
                 count += gl.sum(split.blocks_before(last, blocks)[0] - split.blocks_before(first, blocks)[0], 0)
                 total = gl.max(ends, 0)
         zero = gl.to_tensor(0)
-        cursor = self.at(b, zero, zero, zero, self.length(b))
-        skipped, flat = split.blocks_before(unit - begin, cursor.blocks)
+        cursor = self.at(b, zero, zero, self.length(b))
+        skipped, head = split.blocks_before(unit - begin, cursor.blocks)
         if not unequal:
             count = split.blocks_before(gl.minimum(end, self.batch * each) - begin, cursor.blocks)[0] - skipped
-        head = flat // self.tiles
-        j = skipped - flat * cursor.blocks
-        return Cursor(b, head, flat - head * self.tiles, j, cursor.length, cursor.first, cursor.blocks), count
+        j = skipped - head * cursor.blocks
+        return Cursor(b, head, j, cursor.length, cursor.first, cursor.blocks), count
 
     @gluon.jit
     def advance(self, cursor):
@@ -213,12 +218,10 @@ class Cache:
         j = cursor.j + 1
         over = j >= cursor.blocks
         j = gl.where(over, 0, j)
-        tile = cursor.tile + over.to(gl.int32)
-        head = cursor.head + (tile == self.tiles).to(gl.int32)
-        tile = gl.where(tile == self.tiles, 0, tile)
+        head = cursor.head + over.to(gl.int32)
         b = cursor.b + (head == self.heads).to(gl.int32)
         head = gl.where(head == self.heads, 0, head)
         length = cursor.length
         if b != cursor.b:
             length = self.length(b)
-        return self.at(b, head, tile, j, length)
+        return self.at(b, head, j, length)
