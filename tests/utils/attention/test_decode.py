@@ -182,7 +182,7 @@ def test_what_is_chosen_fits_the_call():
     [
         (Shape(1, 8, 4, 1, 8192, 128), 64, 8, False),  # one sequence: half of the SMs in clusters
         (Shape(1, 8, 4, 16, 2048, 128), 64, 8, False),
-        (Shape(1, 8, 4, 16, 16384, 128), 132, 0, False),  # longer, and all SMs are faster
+        (Shape(1, 8, 4, 16, 32768, 128), 132, 0, False),  # longer, and all SMs are faster
         (Shape(1, 1, 4, 8, 32768, 256), 66, 0, False),  # the parts of one head, from half of the SMs
         (Shape(1, 2, 2, 4, 1600, 128), 32, 16, False),  # few bytes for each of few programs of a cluster
         (Shape(1, 4, 2, 1, 116800, 128), 132, 0, False),  # four heads too long for clusters of sixteen

@@ -41,14 +41,9 @@ SHORT_BYTES = 1 << 21
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
-# Programs in clusters that read as fast as all SMs would, since each has all of its memory for a ring; fewer are faster where each
-# of them has as many bytes at most: one or two heads of 1000 to 5500 keys take 8.5 to 9.8 us in place of 10.8 to 11.8.
-FEWEST_OF_CLUSTERS, FEW_BYTES = 60, 131_072
-# Where sequences have lengths of their own, all wait for the longest: up to so many bytes a program clusters take 0.75 to 0.95 of the time.
-UNEQUAL_BYTES = 600_000
-# Of 128 keys, of a program in a cluster of sixteen: four heads of 117,000 keys took 83 us in place of 72.
-MOST_BLOCKS = 16
-CLUSTER_KEYS = 8192  # up to which clusters were timed at head dimension 64
+# Programs in clusters for each block of 128 keys of the longest share, at head dimension 128: with longer shares the SMs that clusters
+# leave out would read more than the second launch costs.
+CLUSTER_PROGRAMS = 4
 
 
 @dataclass(frozen=True)
@@ -221,23 +216,15 @@ def takes_whole_heads(shape: Shape, plan: Plan, heads: int, programs: int) -> bo
     return balanced and not shape.lengths
 
 
-def cluster_parts(shape: Shape, multiprocessors: int) -> int:
+def cluster_parts(shape: Shape) -> int:
     """Choose the programs of a cluster for a head of keys, 0 for the other kernels."""
     heads = shape.batch * shape.kv_heads
     blocks = -(-shape.keys // 128)
     parts = next((n for n, fitting in FITTING_CLUSTERS.items() if heads <= fitting and n < max(2 * blocks, 4)), 0)
-    unequal = shape.lengths and shape.batch > 1
-    most = FEW_BYTES if heads * parts < FEWEST_OF_CLUSTERS else UNEQUAL_BYTES if unequal else shape.bytes
-    if not parts or shape.bytes > heads * parts * most:
+    if not parts or shape.width == 256 or (shape.width == 64 and shape.rows > 8):
         return 0
-    if shape.width == 256 or (shape.width == 64 and (shape.keys > CLUSTER_KEYS or shape.rows > 8)):
-        return 0
-    longest = -(-blocks // parts)  # share of a program, in blocks
-    if parts == 16 and longest > MOST_BLOCKS:
-        return 0
-    if 2 * heads * parts <= multiprocessors and longest > 8 and (parts == 2 or shape.rows > 8):
-        return 0  # half of the SMs do not compute so many rows, or read so many keys, as fast as all of them
-    return parts
+    longest = -(-blocks // parts)  # share of a program
+    return parts if 128 * CLUSTER_PROGRAMS * longest <= shape.head_dim * heads * parts else 0
 
 
 def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
@@ -265,7 +252,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     alike = (
         multiprocessors >= 132 and shape.rows <= 64 and not (shape.window or shape.fp8 or 0 < shape.page < SMALL_PAGE)
     )
-    parts = cluster_parts(shape, multiprocessors) if alike else 0
+    parts = cluster_parts(shape) if alike else 0
     if parts:
         plan = TILES["cluster of rows" if shape.rows > 8 else "cluster", 128]
     else:
