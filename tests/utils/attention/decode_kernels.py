@@ -12,9 +12,9 @@ def deal_blocks(out_ptr, lens_ptr, lengths, batch, heads, keys, window, PLAN: gl
     zero = keys * 0
     cache = Cache(
         lens_ptr, lens_ptr, zero, batch, heads, zero + 1, zero + 1, keys, window, zero, lengths,
-        zero + 30, zero, zero + 1, zero.to(gl.float32), PLAN
+        zero + 30, zero, zero, zero, zero.to(gl.float32), PLAN
     )  # fmt: skip
-    cursor, count = cache.start(zero)
+    cursor, count = cache.start()
     out_ptr += 4 * gl.program_id(1)
     gl.store(out_ptr, cursor.b)
     gl.store(out_ptr + 1, cursor.head)

@@ -443,7 +443,7 @@ def test_the_assembly_is_what_the_plan_says(assemblies, key, box):
     plan = replace(TILES[key], box=box) if key in TILES else None
     # The operand, output and scores of the largest fp8 tiles fill the registers: numbers that are used once a head leave theirs.
     full = plan and plan.fp8 and (plan.block_d == 256 or plan.block_d * plan.columns == 128 * 64)
-    assert spill <= (40 if key[2:] == (2,) else 240 if full else 0)
+    assert spill <= (64 if key[2:] == (2,) else 240 if full else 0)
     assert unused == warnings == 0 and overlap == 1
     if key[0] == "rows":  # half of a block's exponentials beside the product with V
         assert beside >= plan.block_n // 4

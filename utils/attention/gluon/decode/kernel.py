@@ -46,8 +46,7 @@ def attention_decode(
 ):
     """One program: its share of the blocks of all heads. The grid is (tiles of query rows, programs), or that of `cluster.py`.
 
-    The sizes are the fields of `Cache`. whole: programs take whole heads. bits: a cluster has 2^bits programs. scales_ptr: (2, Hkv)
-    fp32, of K and of V, for an fp8 cache. policy: of the L2, for `assembling.py`.
+    The sizes are the fields of `Cache`. scales_ptr: (2, Hkv) fp32, of K and of V, for an fp8 cache. policy: of the L2, for `assembling.py`.
     """
     cache = Cache(
         lens_ptr,
@@ -63,10 +62,11 @@ def attention_decode(
         lengths,
         page_bits,
         pages,
-        1 << bits,
+        whole,
+        bits,
         c,
         PLAN,
     )
-    results = Results(out_ptr, parts_ptr, in_eights(head_dim), whole, cache)
+    results = Results(out_ptr, parts_ptr, in_eights(head_dim), cache)
     let_next_launch_begin()
-    ATTEND(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr)
+    ATTEND(results, q_desc, k_desc, v_desc, scales_ptr)

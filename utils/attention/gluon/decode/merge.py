@@ -53,7 +53,6 @@ class Results:
     out_ptr: gl.tensor
     parts_ptr: gl.tensor
     head_dim: gl.tensor
-    whole: gl.tensor  # 1: programs take whole heads, and there is no second launch
     cache: Cache
 
     @gluon.jit
@@ -93,8 +92,8 @@ class Results:
         program = cache.tile() * programs + gl.program_id(1)
         tile = (cursor.b * cache.heads + cursor.head) * gl.num_programs(0) + cache.tile()
         ends = self.parts_ptr + 2 * gl.num_programs(0) * programs * PART + 2 * tile
-        gl.store(ends, program.to(gl.float32), mask=(self.whole == 0) & (cursor.j == 0))
-        gl.store(ends + 1, program.to(gl.float32), mask=(self.whole == 0) & (cursor.j + n == cursor.blocks))
+        gl.store(ends, program.to(gl.float32), mask=(cache.whole == 0) & (cursor.j == 0))
+        gl.store(ends + 1, program.to(gl.float32), mask=(cache.whole == 0) & (cursor.j + n == cursor.blocks))
         if n == cursor.blocks:
             if ROWS == 1:
                 o = o * gl.convert_layout(inverse(sums[0][2]), gl.SliceLayout(0, layout))[None, :]

@@ -96,10 +96,10 @@ def consumer(share):
 
 
 @gluon.jit
-def attend_rows(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
+def attend_rows(results, q_desc, k_desc, v_desc, scales_ptr):
     """One program: its share of the blocks of all heads. Allocates rings and barriers, and starts the roles."""
     PLAN: gl.constexpr = results.cache.PLAN
-    start, count = results.cache.start(whole)
+    start, count = results.cache.start()
     if count > 0:
         q = allocate_ring(q_desc, PLAN.q_slots, 1, PLAN.consumers)
         k = allocate_ring(k_desc, PLAN.slots // 2, 1, PLAN.consumers, PLAN.block_n)
