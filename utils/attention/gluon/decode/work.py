@@ -1,8 +1,7 @@
 """Which program reads which blocks of keys.
 
 The blocks of all heads stand in one long row, sequence by sequence, head by head. Each program takes the same number of
-neighbours; a head's beginning counts as a block. Where that costs hardly more, each head is cut by itself, into pieces of the
-same number of blocks: no program then has parts of two heads. A head that lies in several programs is merged.
+neighbours; a head's beginning counts as a block. A head that lies in several programs is merged.
 
 Where a head has several tiles of query rows, as many programs have the same blocks, one for each tile. They run at the same time,
 so that one of them reads the keys from memory, and the others find them in the L2.
@@ -16,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from utils.attention.gluon.decode.blocks import when_used
 from utils.attention.gluon.shared import aggregate
 
-LONGER = gl.constexpr(16)  # pieces may be longer than an equal share by one block, and by one of so many
 CHUNK = gl.constexpr(128)  # sequences whose lengths a warp looks at together, four a lane
 # Blocks that a head's beginning counts as, since nothing runs beside its first scores and its store. With 0, 32 x 32 heads of up to 768
 # keys took 90 us in place of 76: the programs of short sequences had the most heads.
@@ -32,8 +30,7 @@ def _add(a, b):
 class Split:
     """Programs 0 .. extra-1 take share + 1 units, the others share.
 
-    A head is so many units: its beginning, and behind it grains of so many blocks, or of what is left of them at its end: of one,
-    of those of a piece, or of a whole head.
+    A head is so many units: its beginning, and behind it grains of so many blocks, of one or of those of a whole head.
     """
 
     share: gl.tensor
@@ -54,7 +51,7 @@ class Split:
     @gluon.jit
     def blocks_before(self, unit, blocks):
         """How many blocks stand before a unit, if heads of so many blocks stand in one row; and how many whole heads."""
-        head = unit // gl.maximum(self.units(blocks), 1)
+        head = unit // self.units(blocks)
         j = (unit - head * self.units(blocks) - self.beginning) * self.grain
         return head * blocks + gl.minimum(gl.maximum(j, 0), blocks), head
 
@@ -142,24 +139,17 @@ class Cache:
         """The Split of all blocks over that many programs."""
         each = self.count_blocks(self.sk)
         total = self.batch * each
-        mine = programs // self.heads  # of a head of all sequences
-        piece = gl.cdiv(each, gl.maximum(mine // self.batch, 1))
         if (self.lengths > 0) & (self.whole == 0):
             total = 0 * total
             for begin in range(0, self.batch, CHUNK):
                 total += gl.sum(self.blocks_of_chunk(begin), 0)
-            # With this a sequence of n blocks has fewer than n / piece + 1 pieces, and all have `mine` at most.
-            piece = gl.cdiv(total - self.batch, gl.maximum(mine - self.batch, 1))
-        piece = gl.maximum(piece, 1)
-        least = gl.cdiv(total * self.heads, programs)
-        cut = (self.whole == 0) & (mine >= self.batch + self.lengths) & (piece <= least + least // LONGER + 1)
         # With a window a shorter sequence may need one block more.
-        grain = gl.where(self.whole > 0, each + self.lengths, gl.where(cut, piece, 1))
-        beginning = gl.where(cut | (self.whole > 0), 0, BEGINNING)
+        grain = gl.where(self.whole > 0, each + self.lengths, 1)
+        beginning = gl.where(self.whole > 0, 0, BEGINNING)
         units = self.heads * (self.batch * beginning + gl.where(self.whole > 0, self.batch, total))
         programs = gl.minimum(programs, units)
-        share = gl.where(cut, 1, units // programs)
-        return Split(share, gl.where(cut, 0, units - share * programs), grain, beginning)
+        share = units // programs
+        return Split(share, units - share * programs, grain, beginning)
 
     @gluon.jit
     def start(self):
