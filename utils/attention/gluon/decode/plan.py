@@ -33,16 +33,17 @@ HALF_BYTES = 40_000_000
 # A merge takes as long as one program reads so many bytes for each of a head's 128 numbers or fewer, and six times what a part has.
 # Heads of 512 keys that are not divided take 12 to 19 us in place of 16 to 24.
 MERGE_BYTES = 1 << 11
-# Keys of the longest sequence up to which each of many heads has a program of its own where sequences have lengths: 0.92 of the time
-# over thirty calls. Not over small pages, nor with many times as many heads as SMs and query rows as rows: up to 1.3 of it.
+# Keys of the longest sequence up to which each of many heads has a program of its own where sequences have lengths: 0.95 of the time
+# over 42 calls. Not with two consumers and many times as many heads as SMs: up to 1.2 of it.
 ONE_HEAD_KEYS = 1024
-# Of a head's keys and values: up to here tiles of 64 query rows that run at the same time are faster than half as many of 128.
+# Of a head's keys and values: up to here tiles of 64 query rows that run at the same time are faster than half as many of 128, by 1.05
+# to 1.5; with half as many of them longer heads are, too.
 SHORT_BYTES = 1 << 21
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
 # Programs in clusters for each block of 128 keys of the longest share, at head dimension 128: with longer shares the SMs that clusters
-# leave out would read more than the second launch costs.
+# leave out would read more than the second launch costs. Clusters up to this take 0.67 to 1.1 of the time of the other kernels.
 CLUSTER_PROGRAMS = 4
 
 
@@ -103,7 +104,6 @@ class Plan:
 # where each program reads long heads; more slots are 1 to 2% slower from 250 MB on.
 KEYS = {64: (128, 4), 128: (128, 4), 256: (64, 6)}
 ROWS = {64: (128, 4), 128: (128, 4), 256: (64, 4)}
-TWO_ROWS = {64: (128, 8), 128: (128, 4), 256: (64, 4)}  # with two consumers
 # Head dimension, columns, keys, slots. A block of 128 keys and 64 columns do not fit into the registers of a thread.
 FP8 = (
     (64, 8, 128, 12),
@@ -120,7 +120,9 @@ TILES: dict[tuple, Plan] = {
     **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1, per_sm=1 + (d == 64)) for d, (n, slots) in ROWS.items()},
     # With as many heads as SMs two programs share one: 1.05 times as fast over 15 calls, 1.3 at most; with fewer heads 0.84 to 1.03.
     ("keys of many heads", 128): Plan(128, 64, MANY_ROWS, 4, per_sm=2),
-    **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in TWO_ROWS.items()},
+    # Also over small pages whatever the number of heads: while one program waits for pages the other one computes.
+    ("rows of many heads", 128): Plan(128, 64, 64, 4, consumers=1, per_sm=2),
+    **{("rows", d, 2): Plan(d, *ROWS[d][:1], 128, ROWS[d][1], consumers=2) for d in (128, 256)},
     # For head dimension 64, too: the columns behind it are zeros, and cost no bytes.
     ("cluster", 128): Plan(128, 128, 8, 6, cluster=True),
     ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, cluster=True),
@@ -202,8 +204,7 @@ def takes_whole_heads(shape: Shape, plan: Plan, heads: int, programs: int) -> bo
     heads: of keys, of all sequences. Seven tenths of the SMs read as fast as all of them.
     """
     if shape.lengths and heads > programs:
-        few = not plan.consumers or heads <= 4 * programs
-        return few and shape.seen <= ONE_HEAD_KEYS and not 0 < shape.page < SMALL_PAGE
+        return shape.seen <= ONE_HEAD_KEYS and (plan.consumers < 2 or heads <= 4 * programs)
     blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
     rounds = -(-heads // programs)
     # What a program reads more than its share, in the width of its tile; lengths are half of the longest.
@@ -216,15 +217,23 @@ def takes_whole_heads(shape: Shape, plan: Plan, heads: int, programs: int) -> bo
     return balanced and not shape.lengths
 
 
-def cluster_parts(shape: Shape) -> int:
+def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     """Choose the programs of a cluster for a head of keys, 0 for the other kernels."""
     heads = shape.batch * shape.kv_heads
     blocks = -(-shape.keys // 128)
     parts = next((n for n, fitting in FITTING_CLUSTERS.items() if heads <= fitting and n < max(2 * blocks, 4)), 0)
-    if not parts or shape.width == 256 or (shape.width == 64 and shape.rows > 8):
+    if (
+        not parts
+        or shape.width == 256
+        or (shape.width == 64 and shape.rows > 8 and 2 * heads * parts > multiprocessors)
+    ):
         return 0
+    # Few rows of equal lengths: programs of clusters read as fast as all SMs, but for clusters of 16, which lie in half of the GPCs.
+    equal = shape.batch == 1 or not shape.lengths
+    if parts < 16 and shape.rows <= 8 and shape.head_dim == 128 and equal:
+        return parts
     longest = -(-blocks // parts)  # share of a program
-    return parts if 128 * CLUSTER_PROGRAMS * longest <= shape.head_dim * heads * parts else 0
+    return parts if 128 * CLUSTER_PROGRAMS * (longest - 1) < shape.head_dim * heads * parts else 0
 
 
 def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
@@ -234,14 +243,17 @@ def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
         columns = [n for d, n, *_ in FP8 if d == width]
         return TILES["fp8", width, next((n for n in columns if rows <= n), columns[-1])]
     heads = shape.batch * shape.kv_heads
-    # Two tiles of 64 rows that are computed at the same time read keys from the L2.
-    short = shape.bytes <= SHORT_BYTES * heads and heads * -(-rows // 64) <= multiprocessors
+    tiles = heads * -(-rows // 64)
     small_pages = 0 < shape.page < SMALL_PAGE
-    if rows > 64 and not short and (width == 128 or not small_pages):
-        return TILES["rows", width, 2]
+    if rows > 64 and width > 64 and not small_pages:
+        at_once = multiprocessors if shape.bytes <= SHORT_BYTES * heads else multiprocessors // 2
+        unequal = shape.lengths and shape.seen <= ONE_HEAD_KEYS and width == 128
+        if tiles > at_once and not unequal:
+            return TILES["rows", width, 2]
     # Where a block is several pages, a warp that does nothing but load is worth more.
     if rows > MANY_ROWS or small_pages:
-        return TILES["rows", width, 1]
+        many = width == 128 and (small_pages or tiles >= multiprocessors)
+        return TILES["rows of many heads", 128] if many else TILES["rows", width, 1]
     return TILES["keys of many heads" if width == 128 and heads >= multiprocessors else "keys", width]
 
 
@@ -252,7 +264,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     alike = (
         multiprocessors >= 132 and shape.rows <= 64 and not (shape.window or shape.fp8 or 0 < shape.page < SMALL_PAGE)
     )
-    parts = cluster_parts(shape) if alike else 0
+    parts = cluster_parts(shape, multiprocessors) if alike else 0
     if parts:
         plan = TILES["cluster of rows" if shape.rows > 8 else "cluster", 128]
     else:
@@ -263,7 +275,7 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     if parts:
         return Arrangement(plan, heads * parts, parts=parts, hint=hint)
     tiles = -(-shape.rows // plan.columns)
-    shared = heads * tiles >= multiprocessors or plan.fp8
+    shared = heads * tiles >= multiprocessors or plan.fp8 or 0 < shape.page < SMALL_PAGE
     places = max(1, multiprocessors * (plan.per_sm if shared else 1) // tiles)
     whole = takes_whole_heads(shape, plan, heads, places)
     few = heads * tiles * shape.bytes <= HALF_BYTES and not shape.fp8
