@@ -122,7 +122,7 @@ TILES: dict[tuple, Plan] = {
     ("keys of many heads", 128): Plan(128, 64, MANY_ROWS, 4, per_sm=2),
     # Also over small pages whatever the number of heads: while one program waits for pages the other one computes.
     ("rows of many heads", 128): Plan(128, 64, 64, 4, consumers=1, per_sm=2),
-    **{("rows", d, 2): Plan(d, *ROWS[d][:1], 128, ROWS[d][1], consumers=2) for d in (128, 256)},
+    **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in ROWS.items() if d > 64},
     # For head dimension 64, too: the columns behind it are zeros, and cost no bytes.
     ("cluster", 128): Plan(128, 128, 8, 6, cluster=True),
     ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, cluster=True),
