@@ -249,10 +249,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--fa3", type=Path, help="the built library of FlashAttention 3")
     parser.add_argument("--fa4", action="store_true", help="time flash-attn-4 too; it compiles for seconds")
-    parser.add_argument("--new-tokens", type=int, nargs="*", default=NEW_TOKENS)
-    parser.add_argument(
-        "--first", type=int, default=0, help="for `points`: number of the first cache, behind a run that was stopped"
-    )
     options = parser.parse_args()
     if options.fa3:
         torch.ops.load_library(str(options.fa3.expanduser()))
@@ -263,7 +259,7 @@ def main() -> None:
         record.contents["copy_tb_s"] = copy_tb_s()
     tables: dict[str, tuple] = {
         "points": (
-            [(*cache, new) for cache in CACHES[options.first :] for new in options.new_tokens],
+            [(*cache, new) for cache in CACHES for new in NEW_TOKENS],
             partial(measure_point, fa3=fa3, fa4=options.fa4),
             show_point,
         ),

@@ -11,11 +11,11 @@ def deal_blocks(out_ptr, lens_ptr, lengths, batch, heads, keys, window, PLAN: gl
     """Store sequence, head, block and number of blocks of each program, for calls with one new token."""
     zero = keys * 0
     cache = Cache(
-        lens_ptr, lens_ptr, zero, batch, heads, zero + 1, zero + 1, zero + 1, keys, window, zero, lengths,
-        zero + 30, zero, zero + 1, zero.to(gl.float32), PLAN
+        lens_ptr, lens_ptr, zero, batch, heads, zero + 1, zero + 1, keys, window, zero, lengths,
+        zero + 30, zero, zero, zero, zero.to(gl.float32), PLAN
     )  # fmt: skip
-    cursor, count = cache.start(zero)
-    out_ptr += 4 * gl.program_id(0)
+    cursor, count = cache.start()
+    out_ptr += 4 * gl.program_id(1)
     gl.store(out_ptr, cursor.b)
     gl.store(out_ptr + 1, cursor.head)
     gl.store(out_ptr + 2, cursor.j)

@@ -170,7 +170,7 @@ def test_what_is_chosen_fits_the_call():
             assert found.programs == shape.batch * shape.kv_heads * found.parts and found.tiles == 1
             assert plan.cluster and not shape.window and found.parts in (2, 4, 8, 16)
         else:
-            heads = shape.batch * shape.kv_heads * found.tiles
+            heads = shape.batch * shape.kv_heads
             assert not plan.cluster and not (found.whole and shape.lengths and heads != found.programs)
             assert not found.whole or heads % found.programs == 0 or heads > 0.96 * found.programs
         kinds.add((plan.consumers, bool(found.parts), found.whole, found.hint))
@@ -182,7 +182,8 @@ def test_what_is_chosen_fits_the_call():
     [
         (Shape(1, 8, 4, 1, 8192, 128), 64, 8, False),  # one sequence: half of the SMs in clusters
         (Shape(1, 8, 4, 16, 2048, 128), 64, 8, False),
-        (Shape(1, 8, 4, 16, 16384, 128), 132, 0, False),  # longer, and all SMs are faster
+        (Shape(1, 8, 4, 16, 32768, 128), 132, 0, False),  # longer, and all SMs are faster
+        (Shape(1, 8, 4, 1, 131072, 128), 64, 8, False),  # but for few rows
         (Shape(1, 1, 4, 8, 32768, 256), 66, 0, False),  # the parts of one head, from half of the SMs
         (Shape(1, 2, 2, 4, 1600, 128), 32, 16, False),  # few bytes for each of few programs of a cluster
         (Shape(1, 4, 2, 1, 116800, 128), 132, 0, False),  # four heads too long for clusters of sixteen
@@ -194,7 +195,8 @@ def test_what_is_chosen_fits_the_call():
         (Shape(24, 8, 4, 1, 2048, 128), 192, 0, True),
         (Shape(16, 8, 1, 1, 512, 128, lengths=True), 128, 0, True),  # short, and one a program
         (Shape(32, 8, 8, 16, 512, 128, lengths=True), 256, 0, True),  # more of them than SMs
-        (Shape(1, 2, 8, 16, 5632, 80, window=1024), 66, 0, False),  # two tiles of a head, which are as wide as 128
+        (Shape(2, 8, 4, 1, 4096, 128, page=16, lengths=True), 264, 0, False),  # small pages: two programs an SM
+        (Shape(1, 2, 8, 16, 5632, 80, window=1024), 33, 0, False),  # two tiles of a head, which are as wide as 128
     ],
     ids=str,
 )
@@ -227,9 +229,9 @@ CASES = {  # tile; sequences, heads, heads of keys, new tokens, keys, head dimen
     "64 rows, a window, pages of 32": ("rows", 64, (2, 8, 1, 5, 300, 64, 32), (300, 70), {"window": 60}),
     "64 rows, whole heads of 256": ("rows", 256, (2, 5, 1, 7, 90, 256, None), None, {"whole": True}),
     "128 rows": ("rows", 128, (2, 16, 2, 13, 430, 128, None), None, {}),
-    "128 rows, pages of 16": ("rows", 128, (2, 16, 2, 13, 430, 128, 16), (430, 70), {}),
+    "two tiles, pages of 16": ("rows of many heads", 128, (2, 16, 2, 13, 430, 128, 16), (430, 70), {}),
     "128 rows of 256, one tile of Q": ("rows", 256, (1, 16, 1, 7, 300, 256, None), None, {}),
-    "128 rows, two tiles, lengths": ("rows", 64, (2, 8, 1, 20, 300, 64, 128), (300, 33), {}),
+    "80 rows, two tiles, lengths": ("rows", 64, (2, 8, 1, 20, 300, 64, 128), (300, 33), {}),
     "fp8": ("fp8", 128, (2, 8, 2, 4, 400, 128, None), None, {}),
     "fp8, lengths, a window, pages": ("fp8", 64, (2, 8, 2, 1, 400, 64, 16), (400, 120), {"window": 70}),
     "fp8, head dimension 256, two tiles": ("fp8", 256, (1, 6, 1, 5, 200, 256, None), None, {}),
@@ -261,7 +263,7 @@ def test_every_block_has_one_program_and_none_has_more_blocks_or_heads_than_its_
     from tests.utils.attention.decode_kernels import deal_blocks
     from utils import gluon_cpu
 
-    plan, cuts = TILES["keys", 128], []
+    plan = TILES["keys", 128]
     for seed in range(40):
         rng, lengths = random.Random(seed), seed % 2
         batch, heads, programs = rng.choice((1, 2, 3, 5, 9, 140)), rng.choice((1, 2, 3, 8)), rng.choice((5, 17, 66))
@@ -269,7 +271,7 @@ def test_every_block_has_one_program_and_none_has_more_blocks_or_heads_than_its_
         filled = [rng.randint(0, keys) if lengths else keys for _ in range(batch)]
         out, lens = torch.zeros(programs, 4, dtype=torch.int32), torch.tensor(filled, dtype=torch.int32)
         with gluon_cpu.simulate():
-            deal_blocks[(programs,)](out, lens, lengths, batch, heads, keys, window, plan, num_warps=4)
+            deal_blocks[(1, programs)](out, lens, lengths, batch, heads, keys, window, plan, num_warps=4)
         blocks = [max(1, -(-n // plan.block_n) - max(0, n - window) // plan.block_n) for n in filled]
         row = [[b, head, j] for b in range(batch) for head in range(heads) for j in range(blocks[b])]
         loads = []  # blocks and heads begun of each program
@@ -278,12 +280,7 @@ def test_every_block_has_one_program_and_none_has_more_blocks_or_heads_than_its_
             assert mine[0] == first
             loads.append((count, sum(j == 0 for _, _, j in mine)))
         assert not row
-        cut = all(begun <= 1 for _, begun in loads)
-        share = heads * sum(blocks) / programs
-        cuts.append(cut)
-        assert cut or max(map(sum, loads)) <= share + heads * batch / programs + 2
-        assert not cut or max(loads)[0] < 1.07 * share + 3
-    assert min(sum(cuts), len(cuts) - sum(cuts)) > 10
+        assert max(map(sum, loads)) <= heads * (sum(blocks) + batch) / programs + 2
 
 
 @pytest.mark.parametrize(
@@ -421,7 +418,7 @@ print(json.dumps(reports))
 COMPILED = [
     *((key, 64) for key in TILES if key[0] != "fp8"),
     (("rows", 256, 1), 16),
-    (("rows", 128, 2), 16),
+    (("rows of many heads", 128), 16),
     *((("fp8", *tile), box) for tile in ((64, 64), (128, 64), (256, 8)) for box in (64, 16)),
     (("merge",), 0),
 ]
@@ -443,9 +440,9 @@ def test_the_assembly_is_what_the_plan_says(assemblies, key, box):
     plan = replace(TILES[key], box=box) if key in TILES else None
     # The operand, output and scores of the largest fp8 tiles fill the registers: numbers that are used once a head leave theirs.
     full = plan and plan.fp8 and (plan.block_d == 256 or plan.block_d * plan.columns == 128 * 64)
-    assert spill <= (40 if key[2:] == (2,) else 240 if full else 0)
+    assert spill <= (64 if key[2:] == (2,) else 240 if full else 0)
     assert covered == warnings == 0 and overlap == 1
-    if key[0] == "rows":  # half of a block's exponentials beside the product with V
+    if key[0].startswith("rows"):  # half of a block's exponentials beside the product with V
         assert beside >= plan.block_n // 4
     if plan:
         assert plan.shared_bytes <= shared <= plan.shared_bytes + 4608 and wgmma >= 8

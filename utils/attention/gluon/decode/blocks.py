@@ -72,7 +72,7 @@ def load_block(descriptor, cache, cursor, numbers, tile, full, pred):
 @gluon.jit
 def copy_queries(q_desc, cache, cursor, tile, full, pred):
     """Start the copy of a tile of query rows, which is announced; rows that do not exist come as zeros."""
-    tma_load(q_desc, [cursor.b, cursor.head, cursor.tile * cache.PLAN.columns, 0], full, tile, pred=pred)
+    tma_load(q_desc, [cursor.b, cursor.head, cache.tile() * cache.PLAN.columns, 0], full, tile, pred=pred)
 
 
 @gluon.jit
@@ -145,13 +145,13 @@ def clear_blocks(cache, cursor):
 def mask_block(s, cache, cursor, j, KEYS: gl.constexpr):
     """The scores of block j, minus infinity where a query may not look.
 
-    Dimension KEYS holds the keys; the other one the query rows of the cursor's tile. Rows are the new tokens of one query head
+    Dimension KEYS holds the keys; the other one the query rows of the program's tile. Rows are the new tokens of one query head
     after those of another.
     """
     PLAN: gl.constexpr = cache.PLAN
     ROWS: gl.constexpr = 1 - KEYS
     layout: gl.constexpr = s.type.layout
-    row = cursor.tile * PLAN.columns + gl.arange(0, s.shape[ROWS], gl.SliceLayout(KEYS, layout))
+    row = cache.tile() * PLAN.columns + gl.arange(0, s.shape[ROWS], gl.SliceLayout(KEYS, layout))
     position = cursor.length - cache.sq + row % cache.sq - (cursor.first + j) * PLAN.block_n
     behind = gl.minimum(position + cache.right + 1, cursor.length - (cursor.first + j) * PLAN.block_n)
     first = position - cache.left + 1

@@ -56,20 +56,21 @@ def merge_slices(results, team, barrier, start, o, m, total):
 
 
 @gluon.jit
-def attend_cluster(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
-    """One program of 2^bits: its share of one head's blocks, and a slice of the head's output."""
+def attend_cluster(results, q_desc, k_desc, v_desc, scales_ptr):
+    """One program of a cluster: its share of one head's blocks, and a slice of the head's output."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
     flat = gl.program_id(0)
+    bits = cache.bits
     team = Team(flat & ((1 << bits) - 1), bits)
     b = gl.program_id(1)
     none = b * 0
     # The length is on its way from memory beside the first page numbers, which do not depend on it.
     length = cache.length(b)
-    blocks, following = first_blocks(cache, Cursor(b, flat >> bits, none, team.rank, none, none, none))
-    start = Cursor(b, flat >> bits, none, team.rank, length, none, gl.cdiv(length, PLAN.block_n))
+    blocks, following = first_blocks(cache, Cursor(b, flat >> bits, team.rank, none, none, none))
+    start = Cursor(b, flat >> bits, team.rank, length, none, gl.cdiv(length, PLAN.block_n))
     # A program behind the last block computes one all the same: all its scores are masked, and its sums are zero.
-    n = gl.maximum((start.blocks - team.rank + cache.step - 1) >> bits, 1)
+    n = gl.maximum((start.blocks - team.rank + (1 << bits) - 1) >> bits, 1)
     ring, full, q_ring = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, n, 1)
     barrier = open_inbox(team, cache.rows, PLAN)
     pages = page_numbers(cache, following)

@@ -121,7 +121,7 @@ def send_sums(inbox, barrier, team, rows, row, other, m, total, PLAN: gl.constex
 def _load_asm(n):
     # n numbers that stand side by side, at the address of the first.
     numbers = ", ".join(f"${i}" for i in range(n))
-    return f"ld.shared{f'.v{n}' if n > 1 else ''}.f32 {{{numbers}}}, [${n}];" if n > 1 else "ld.shared.f32 $0, [$1];"
+    return f"ld.shared.v{n}.f32 {{{numbers}}}, [${n}];" if n > 1 else "ld.shared.f32 $0, [$1];"
 
 
 @gluon.constexpr_function

@@ -12,7 +12,7 @@ from utils.kernels.early_launch import let_next_launch_begin
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["table_stride", "batch", "kv_heads", "rows", "sq", "sk", "left", "right", "lengths", "page_bits", "pages"]
-SIZES += ["tiles", "head_dim", "whole", "bits", "policy"]
+SIZES += ["head_dim", "whole", "bits", "policy"]
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr", "scales_ptr"])
@@ -36,7 +36,6 @@ def attention_decode(
     lengths,
     page_bits,
     pages,
-    tiles,
     head_dim,
     whole,
     bits,
@@ -45,10 +44,9 @@ def attention_decode(
     PLAN: gl.constexpr,
     ATTEND: gl.constexpr,
 ):
-    """One program: its share of the blocks of all heads.
+    """One program: its share of the blocks of all heads. The grid is (tiles of query rows, programs), or that of `cluster.py`.
 
-    The sizes are the fields of `Cache`. whole: programs take whole heads. bits: a cluster has 2^bits programs. scales_ptr: (2, Hkv)
-    fp32, of K and of V, for an fp8 cache. policy: of the L2, for `assembling.py`.
+    The sizes are the fields of `Cache`. scales_ptr: (2, Hkv) fp32, of K and of V, for an fp8 cache. policy: of the L2, for `assembling.py`.
     """
     cache = Cache(
         lens_ptr,
@@ -56,7 +54,6 @@ def attention_decode(
         table_stride,
         batch,
         kv_heads,
-        tiles,
         rows,
         sq,
         sk,
@@ -65,10 +62,11 @@ def attention_decode(
         lengths,
         page_bits,
         pages,
-        1 << bits,
+        whole,
+        bits,
         c,
         PLAN,
     )
-    results = Results(out_ptr, parts_ptr, in_eights(head_dim), whole, cache)
+    results = Results(out_ptr, parts_ptr, in_eights(head_dim), cache)
     let_next_launch_begin()
-    ATTEND(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr)
+    ATTEND(results, q_desc, k_desc, v_desc, scales_ptr)

@@ -153,7 +153,9 @@ def attend_head(way, cursor, span, tiles, loads):
         s_next = way.start_scores(ring.index(after))
         slot = 2 * i % SLOTS + 1
         v_full = full.index(slot), (2 * i // SLOTS) & 1
-        o_next, m, sums = way.start_block(cursor, cursor.j + k * cache.step, s, state, ring.index(slot), v_full, False)
+        o_next, m, sums = way.start_block(
+            cursor, cursor.j + (k << cache.bits), s, state, ring.index(slot), v_full, False
+        )
         s, o = warpgroup_mma_wait(0, [s_next, o_next])
         state = o, m, sums
         thread_barrier()  # all warps have read this K and V, and P: TMA may overwrite them
@@ -171,7 +173,7 @@ def attend_head(way, cursor, span, tiles, loads):
     # The last block, with no scores to start.
     slot = 2 * i % SLOTS + 1
     v_full = full.index(slot), (2 * i // SLOTS) & 1
-    j = cursor.j + (n - 1) * cache.step
+    j = cursor.j + ((n - 1) << cache.bits)
     o_next, m, sums = way.start_block(cursor, j, s, state, ring.index(slot), v_full, True)
     o = warpgroup_mma_wait(0, [o_next])
     thread_barrier()
@@ -189,12 +191,12 @@ def allocate_probabilities(dtype: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def attend_keys(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
+def attend_keys(results, q_desc, k_desc, v_desc, scales_ptr):
     """One program: its share of the blocks of all heads; each head, or its part, is stored."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(PLAN.columns))
-    cursor, count = cache.start(whole)
+    cursor, count = cache.start()
     if count > 0:
         blocks, following = first_blocks(cache, cursor)
         ring, full, q_ring = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, count, 2)

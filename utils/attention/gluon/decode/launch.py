@@ -148,18 +148,18 @@ class Launch:
         self.found = found = found or arrange(shape, multiprocessors)
         self.plan = plan = found.plan
         # Triton's launcher multiplies the grid's first dimension by the size of a cluster.
-        self.grid = (kv_heads, batch, 1) if found.parts else (found.programs, 1, 1)
+        self.grid = (kv_heads, batch, 1) if found.parts else (found.tiles, found.programs, 1)
         left = min(window, far) if window else far
         right = 0 if causal else left - 1 if window else far
         page_bits = page.bit_length() - 1 if pages else ONE_PIECE
         heads, rows = kv_heads * found.tiles, shape.rows
         self.sizes: tuple = stride, batch, kv_heads, rows, sq, keys, left, right, int(lengths), page_bits, pages
-        self.sizes += found.tiles, head_dim, int(found.whole), max(found.parts.bit_length() - 1, 0)
+        self.sizes += head_dim, int(found.whole), max(found.parts.bit_length() - 1, 0)
         self.sizes += scale * LOG2_E, policy_of(found.hint)
-        ends = 2 * found.programs * plan.columns * (plan.block_d + 2)
+        ends = 2 * found.tiles * found.programs * plan.columns * (plan.block_d + 2)
         self.merge_sizes: tuple = found.tiles, rows, plan.columns, plan.block_d.bit_length() - 1, head_dim, ends
         self.merge_sizes += (scale * LOG2_E,)
-        shared = MERGE_GROUPS if found.programs > MERGE_PARTS * batch * heads else 1
+        shared = MERGE_GROUPS if found.programs > MERGE_PARTS * batch * kv_heads else 1
         pieces = -(-min(rows, plan.columns) * plan.block_d * shared // MERGE_NUMBERS)
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
         self.parts = ends + 2 * batch * heads if found.merged else 0

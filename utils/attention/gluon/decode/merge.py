@@ -53,13 +53,12 @@ class Results:
     out_ptr: gl.tensor
     parts_ptr: gl.tensor
     head_dim: gl.tensor
-    whole: gl.tensor  # 1: programs take whole heads, and there is no second launch
     cache: Cache
 
     @gluon.jit
     def places(self, cursor, column):
         """Where the columns' rows begin in the output, (B, Hkv, rows, D), and which of them exist."""
-        row = cursor.tile * self.cache.PLAN.columns + column
+        row = self.cache.tile() * self.cache.PLAN.columns + column
         flat = (cursor.b * self.cache.heads + cursor.head) * self.cache.rows + row
         return flat.to(gl.int64) * self.head_dim, row < self.cache.rows
 
@@ -89,11 +88,12 @@ class Results:
         at, exists = self.places(cursor, row)
         keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
         # For the second launch: which program reads a head's first block, and which one its last.
-        tile = (cursor.b * cache.heads + cursor.head) * cache.tiles + cursor.tile
-        ends = self.parts_ptr + 2 * gl.num_programs(0) * PART + 2 * tile
-        program = gl.program_id(0).to(gl.float32)
-        gl.store(ends, program, mask=(self.whole == 0) & (cursor.j == 0))
-        gl.store(ends + 1, program, mask=(self.whole == 0) & (cursor.j + n == cursor.blocks))
+        programs = gl.num_programs(1)
+        program = cache.tile() * programs + gl.program_id(1)
+        tile = (cursor.b * cache.heads + cursor.head) * gl.num_programs(0) + cache.tile()
+        ends = self.parts_ptr + 2 * gl.num_programs(0) * programs * PART + 2 * tile
+        gl.store(ends, program.to(gl.float32), mask=(cache.whole == 0) & (cursor.j == 0))
+        gl.store(ends + 1, program.to(gl.float32), mask=(cache.whole == 0) & (cursor.j + n == cursor.blocks))
         if n == cursor.blocks:
             if ROWS == 1:
                 o = o * gl.convert_layout(inverse(sums[0][2]), gl.SliceLayout(0, layout))[None, :]
@@ -101,7 +101,7 @@ class Results:
             else:
                 self.store_rows(cursor, o * spread((inverse(sums[0][2]), inverse(sums[1][2])), o))
         else:
-            part = self.parts_ptr + (2 * gl.program_id(0) + (cursor.j == 0).to(gl.int32)) * PART
+            part = self.parts_ptr + (2 * program + (cursor.j == 0).to(gl.int32)) * PART
             for i in gl.static_range(len(sums)):
                 rows, m, total = sums[i]
                 gl.store(part + rows, m)

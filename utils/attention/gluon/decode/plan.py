@@ -33,22 +33,18 @@ HALF_BYTES = 40_000_000
 # A merge takes as long as one program reads so many bytes for each of a head's 128 numbers or fewer, and six times what a part has.
 # Heads of 512 keys that are not divided take 12 to 19 us in place of 16 to 24.
 MERGE_BYTES = 1 << 11
-# Keys of the longest sequence up to which each of many heads has a program of its own where sequences have lengths: 0.92 of the time
-# over thirty calls. Not over small pages, nor with many times as many heads as SMs and query rows as rows: up to 1.3 of it.
+# Keys of the longest sequence up to which each of many heads has a program of its own where sequences have lengths: 0.95 of the time
+# over 42 calls. Not with two consumers and many times as many heads as SMs: up to 1.2 of it.
 ONE_HEAD_KEYS = 1024
-# Of a head's keys and values: up to here tiles of 64 query rows that run at the same time are faster than half as many of 128.
+# Of a head's keys and values: up to here tiles of 64 query rows that run at the same time are faster than half as many of 128, by 1.05
+# to 1.5; with half as many of them longer heads are, too.
 SHORT_BYTES = 1 << 21
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
-# Programs in clusters that read as fast as all SMs would, since each has all of its memory for a ring; fewer are faster where each
-# of them has as many bytes at most: one or two heads of 1000 to 5500 keys take 8.5 to 9.8 us in place of 10.8 to 11.8.
-FEWEST_OF_CLUSTERS, FEW_BYTES = 60, 131_072
-# Where sequences have lengths of their own, all wait for the longest: up to so many bytes a program clusters take 0.75 to 0.95 of the time.
-UNEQUAL_BYTES = 600_000
-# Of 128 keys, of a program in a cluster of sixteen: four heads of 117,000 keys took 83 us in place of 72.
-MOST_BLOCKS = 16
-CLUSTER_KEYS = 8192  # up to which clusters were timed at head dimension 64
+# Programs in clusters for each block of 128 keys of the longest share, at head dimension 128: with longer shares the SMs that clusters
+# leave out would read more than the second launch costs. Clusters up to this take 0.67 to 1.1 of the time of the other kernels.
+CLUSTER_PROGRAMS = 4
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,6 @@ class Plan:
 # where each program reads long heads; more slots are 1 to 2% slower from 250 MB on.
 KEYS = {64: (128, 4), 128: (128, 4), 256: (64, 6)}
 ROWS = {64: (128, 4), 128: (128, 4), 256: (64, 4)}
-TWO_ROWS = {64: (128, 8), 128: (128, 4), 256: (64, 4)}  # with two consumers
 # Head dimension, columns, keys, slots. A block of 128 keys and 64 columns do not fit into the registers of a thread.
 FP8 = (
     (64, 8, 128, 12),
@@ -125,7 +120,9 @@ TILES: dict[tuple, Plan] = {
     **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1, per_sm=1 + (d == 64)) for d, (n, slots) in ROWS.items()},
     # With as many heads as SMs two programs share one: 1.05 times as fast over 15 calls, 1.3 at most; with fewer heads 0.84 to 1.03.
     ("keys of many heads", 128): Plan(128, 64, MANY_ROWS, 4, per_sm=2),
-    **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in TWO_ROWS.items()},
+    # Also over small pages whatever the number of heads: while one program waits for pages the other one computes.
+    ("rows of many heads", 128): Plan(128, 64, 64, 4, consumers=1, per_sm=2),
+    **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in ROWS.items() if d > 64},
     # For head dimension 64, too: the columns behind it are zeros, and cost no bytes.
     ("cluster", 128): Plan(128, 128, 8, 6, cluster=True),
     ("cluster of rows", 128): Plan(128, 128, 64, 4, consumers=1, cluster=True),
@@ -174,7 +171,7 @@ class Arrangement:
     """How one call is computed: the tile, and how its blocks and the merge of its parts are dealt out."""
 
     plan: Plan
-    programs: int
+    programs: int  # for each tile
     tiles: int = 1  # of query rows of a head of keys
     parts: int = 0  # programs of a cluster
     whole: bool = False  # programs take whole heads, of equal lengths or at most one each, so that nothing is merged
@@ -204,11 +201,10 @@ def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: i
 def takes_whole_heads(shape: Shape, plan: Plan, heads: int, programs: int) -> bool:
     """Whether programs take whole heads, so that nothing is merged: where that costs less than the merge.
 
-    heads: of all sequences, tiles of query rows counted. Seven tenths of the SMs read as fast as all of them.
+    heads: of keys, of all sequences. Seven tenths of the SMs read as fast as all of them.
     """
     if shape.lengths and heads > programs:
-        few = not plan.consumers or heads <= 4 * programs
-        return few and shape.seen <= ONE_HEAD_KEYS and not 0 < shape.page < SMALL_PAGE
+        return shape.seen <= ONE_HEAD_KEYS and (plan.consumers < 2 or heads <= 4 * programs)
     blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
     rounds = -(-heads // programs)
     # What a program reads more than its share, in the width of its tile; lengths are half of the longest.
@@ -226,18 +222,18 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     heads = shape.batch * shape.kv_heads
     blocks = -(-shape.keys // 128)
     parts = next((n for n, fitting in FITTING_CLUSTERS.items() if heads <= fitting and n < max(2 * blocks, 4)), 0)
-    unequal = shape.lengths and shape.batch > 1
-    most = FEW_BYTES if heads * parts < FEWEST_OF_CLUSTERS else UNEQUAL_BYTES if unequal else shape.bytes
-    if not parts or shape.bytes > heads * parts * most:
+    if (
+        not parts
+        or shape.width == 256
+        or (shape.width == 64 and shape.rows > 8 and 2 * heads * parts > multiprocessors)
+    ):
         return 0
-    if shape.width == 256 or (shape.width == 64 and (shape.keys > CLUSTER_KEYS or shape.rows > 8)):
-        return 0
-    longest = -(-blocks // parts)  # share of a program, in blocks
-    if parts == 16 and longest > MOST_BLOCKS:
-        return 0
-    if 2 * heads * parts <= multiprocessors and longest > 8 and (parts == 2 or shape.rows > 8):
-        return 0  # half of the SMs do not compute so many rows, or read so many keys, as fast as all of them
-    return parts
+    # Few rows of equal lengths: programs of clusters read as fast as all SMs, but for clusters of 16, which lie in half of the GPCs.
+    equal = shape.batch == 1 or not shape.lengths
+    if parts < 16 and shape.rows <= 8 and shape.head_dim == 128 and equal:
+        return parts
+    longest = -(-blocks // parts)  # share of a program
+    return parts if 128 * CLUSTER_PROGRAMS * (longest - 1) < shape.head_dim * heads * parts else 0
 
 
 def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
@@ -247,14 +243,17 @@ def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
         columns = [n for d, n, *_ in FP8 if d == width]
         return TILES["fp8", width, next((n for n in columns if rows <= n), columns[-1])]
     heads = shape.batch * shape.kv_heads
-    # Two tiles of 64 rows that are computed at the same time read keys from the L2.
-    short = shape.bytes <= SHORT_BYTES * heads and heads * -(-rows // 64) <= multiprocessors
+    tiles = heads * -(-rows // 64)
     small_pages = 0 < shape.page < SMALL_PAGE
-    if rows > 64 and not short and (width == 128 or not small_pages):
-        return TILES["rows", width, 2]
+    if rows > 64 and width > 64 and not small_pages:
+        at_once = multiprocessors if shape.bytes <= SHORT_BYTES * heads else multiprocessors // 2
+        unequal = shape.lengths and shape.seen <= ONE_HEAD_KEYS and width == 128
+        if tiles > at_once and not unequal:
+            return TILES["rows", width, 2]
     # Where a block is several pages, a warp that does nothing but load is worth more.
     if rows > MANY_ROWS or small_pages:
-        return TILES["rows", width, 1]
+        many = width == 128 and (small_pages or tiles >= multiprocessors)
+        return TILES["rows of many heads", 128] if many else TILES["rows", width, 1]
     return TILES["keys of many heads" if width == 128 and heads >= multiprocessors else "keys", width]
 
 
@@ -276,10 +275,10 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     if parts:
         return Arrangement(plan, heads * parts, parts=parts, hint=hint)
     tiles = -(-shape.rows // plan.columns)
-    heads *= tiles
-    places = multiprocessors * (plan.per_sm if heads >= multiprocessors or plan.fp8 else 1)
+    shared = heads * tiles >= multiprocessors or plan.fp8 or 0 < shape.page < SMALL_PAGE
+    places = max(1, multiprocessors * (plan.per_sm if shared else 1) // tiles)
     whole = takes_whole_heads(shape, plan, heads, places)
-    few = heads * shape.bytes <= HALF_BYTES and not shape.fp8
+    few = heads * tiles * shape.bytes <= HALF_BYTES and not shape.fp8
     programs = max(1, places // 2 if few else places)
     if whole:
         programs = heads if shape.lengths else min(heads, places)

@@ -144,7 +144,7 @@ def store_queries(raw, target, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
+def attend_fp8(results, q_desc, k_desc, v_desc, scales_ptr):
     """One program, its share of the blocks of all heads: load, convert, multiply, and store each head or its part."""
     cache = results.cache
     PLAN: gl.constexpr = cache.PLAN
@@ -154,7 +154,7 @@ def attend_fp8(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
     SLOTS: gl.constexpr = PLAN.slots
     layout: gl.constexpr = accumulator(COLUMNS)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
-    cursor, count = cache.start(whole)
+    cursor, count = cache.start()
     if count > 0:
         blocks, ahead = first_blocks(cache, cursor)
         ring, full, q_raw = fill_ring(cache, (q_desc, k_desc, v_desc), blocks, count, 1)

@@ -7,12 +7,12 @@ block's scores are queued before this block's P V, and half of the softmax runs 
 keys, the parts, and the merge are the same as there.
 
     part         what                                            head dim 64      128              256
-    consumer     warpgroups x 64 query rows, one role            1 or 2           1 or 2           1 or 2
-    block        keys                                            128              128              64
-    rings        slots of K and V                                2+2, or 4+4      2+2              2+2
+    consumer     warpgroups x 64 query rows, one role            1                1 or 2           1 or 2
+    block        keys                                            128              128, or 64       64
+    rings        slots of K and V                                2+2              2+2              2+2
     queries      two tiles of Q; one of 128 rows of 256 numbers
     producer     one warp: TMA copies of Q, K and V
-    programs     one an SM; at 64, two of one consumer where there are as many heads as SMs
+    programs     one an SM; two at 64, and at 128 with blocks of 64, for many heads and small pages
 
 Measured against the other libraries: docs/kernels/decode.md, assets/results/h200/decode.json.
 """
@@ -96,10 +96,10 @@ def consumer(share):
 
 
 @gluon.jit
-def attend_rows(results, whole, bits, q_desc, k_desc, v_desc, scales_ptr):
+def attend_rows(results, q_desc, k_desc, v_desc, scales_ptr):
     """One program: its share of the blocks of all heads. Allocates rings and barriers, and starts the roles."""
     PLAN: gl.constexpr = results.cache.PLAN
-    start, count = results.cache.start(whole)
+    start, count = results.cache.start()
     if count > 0:
         q = allocate_ring(q_desc, PLAN.q_slots, 1, PLAN.consumers)
         k = allocate_ring(k_desc, PLAN.slots // 2, 1, PLAN.consumers, PLAN.block_n)

@@ -1,8 +1,10 @@
 """Which program reads which blocks of keys.
 
 The blocks of all heads stand in one long row, sequence by sequence, head by head. Each program takes the same number of
-neighbours; a head's beginning counts as a block. Where that costs hardly more, each head is cut by itself, into pieces of the
-same number of blocks: no program then has parts of two heads. A head that lies in several programs is merged.
+neighbours; a head's beginning counts as a block. A head that lies in several programs is merged.
+
+Where a head has several tiles of query rows, as many programs have the same blocks, one for each tile. They run at the same time,
+so that one of them reads the keys from memory, and the others find them in the L2.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -10,44 +12,13 @@ same number of blocks: no program then has parts of two heads. A head that lies 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from utils.attention.gluon.decode.blocks import when_used
 from utils.attention.gluon.shared import aggregate
 
-LONGER = gl.constexpr(16)  # pieces may be longer than an equal share by one block, and by one of so many
 CHUNK = gl.constexpr(128)  # sequences whose lengths a warp looks at together, four a lane
 # Blocks that a head's beginning counts as, since nothing runs beside its first scores and its store. With 0, 32 x 32 heads of up to 768
 # keys took 90 us in place of 76: the programs of short sequences had the most heads.
 BEGINNING = gl.constexpr(1)
-
-
-@gluon.jit
-def first_visible(length, sq, left, block_n):
-    """First block with a key that the first new token of a sequence sees."""
-    return gl.maximum(length - sq - left + 1, 0) // block_n
-
-
-@gluon.jit
-def count_blocks(length, sq, left, block_n):
-    """Number of blocks that a sequence needs; one at least, so that each row is written."""
-    last = (length + (block_n - 1)) // block_n
-    return gl.maximum(last - first_visible(length, sq, left, block_n), 1)
-
-
-@gluon.jit
-def blocks_of_chunk(lens_ptr, begin, batch, sq, left, block_n):
-    """Blocks of the sequences begin .. begin + CHUNK - 1, zero for those that do not exist; each warp has all of them."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    b = begin + gl.arange(0, CHUNK, layout)
-    lengths = gl.load(lens_ptr + b, mask=b < batch, other=0)
-    return gl.where(b < batch, count_blocks(lengths, sq, left, block_n), 0)
-
-
-@gluon.jit
-def all_blocks(lens_ptr, batch, sq, left, block_n):
-    """Sum of the blocks, of one head each, of all sequences."""
-    total = gl.to_tensor(0)
-    for begin in range(0, batch, CHUNK):
-        total += gl.sum(blocks_of_chunk(lens_ptr, begin, batch, sq, left, block_n), 0)
-    return total
 
 
 @gluon.jit
@@ -59,8 +30,7 @@ def _add(a, b):
 class Split:
     """Programs 0 .. extra-1 take share + 1 units, the others share.
 
-    A head is so many units: its beginning, and behind it grains of so many blocks, or of what is left of them at its end: of one,
-    of those of a piece, or of a whole head.
+    A head is so many units: its beginning, and behind it grains of so many blocks, of one or of those of a whole head.
     """
 
     share: gl.tensor
@@ -81,41 +51,17 @@ class Split:
     @gluon.jit
     def blocks_before(self, unit, blocks):
         """How many blocks stand before a unit, if heads of so many blocks stand in one row; and how many whole heads."""
-        head = unit // gl.maximum(self.units(blocks), 1)
+        head = unit // self.units(blocks)
         j = (unit - head * self.units(blocks) - self.beginning) * self.grain
         return head * blocks + gl.minimum(gl.maximum(j, 0), blocks), head
 
 
-@gluon.jit
-def deal(lens_ptr, lengths, batch, heads, sk, sq, left, block_n, whole, programs):
-    """The Split of all blocks over that many programs; whole: they take whole heads, of equal lengths or at most one each."""
-    each = count_blocks(sk, sq, left, block_n)
-    total = batch * each
-    mine = programs // heads  # of a head of all sequences
-    piece = gl.cdiv(each, gl.maximum(mine // batch, 1))
-    if (lengths > 0) & (whole == 0):
-        total = all_blocks(lens_ptr, batch, sq, left, block_n)
-        # With this a sequence of n blocks has fewer than n / piece + 1 pieces, and all have `mine` at most.
-        piece = gl.cdiv(total - batch, gl.maximum(mine - batch, 1))
-    piece = gl.maximum(piece, 1)
-    least = gl.cdiv(total * heads, programs)
-    cut = (whole == 0) & (mine >= batch + lengths) & (piece <= least + least // LONGER + 1)
-    # With a window a shorter sequence may need one block more.
-    grain = gl.where(whole > 0, each + lengths, gl.where(cut, piece, 1))
-    beginning = gl.where(cut | (whole > 0), 0, BEGINNING)
-    units = heads * (batch * beginning + gl.where(whole > 0, batch, total))
-    programs = gl.minimum(programs, units)
-    share = gl.where(cut, 1, units // programs)
-    return Split(share, gl.where(cut, 0, units - share * programs), grain, beginning)
-
-
 @aggregate
 class Cursor:
-    """One block: sequence, head of keys, tile of its query rows, number in the head; and the sequence's sizes."""
+    """One block: sequence, head of keys, number in the head; and the sequence's sizes."""
 
     b: gl.tensor
     head: gl.tensor
-    tile: gl.tensor
     j: gl.tensor
     length: gl.tensor
     first: gl.tensor
@@ -124,12 +70,12 @@ class Cursor:
     @gluon.jit
     def behind(self, blocks):
         """The cursor that many blocks further, in the same head."""
-        return Cursor(self.b, self.head, self.tile, self.j + blocks, self.length, self.first, self.blocks)
+        return Cursor(self.b, self.head, self.j + blocks, self.length, self.first, self.blocks)
 
     @gluon.jit
     def at_last(self):
         """The cursor at the last block of this head."""
-        return Cursor(self.b, self.head, self.tile, self.blocks - 1, self.length, self.first, self.blocks)
+        return Cursor(self.b, self.head, self.blocks - 1, self.length, self.first, self.blocks)
 
 
 @aggregate
@@ -141,7 +87,6 @@ class Cache:
     table_stride: gl.tensor
     batch: gl.tensor
     heads: gl.tensor  # of keys
-    tiles: gl.tensor  # tiles of query rows of a head of keys
     rows: gl.tensor  # query rows of a head of keys: query heads of its group times new tokens
     sq: gl.tensor  # new tokens
     sk: gl.tensor  # keys of every sequence where it has no length of its own
@@ -150,9 +95,17 @@ class Cache:
     lengths: gl.tensor  # 1: each sequence has a length of its own
     page_bits: gl.tensor  # logarithm of the tokens of a page; 30 for a cache in one piece
     pages: gl.tensor  # columns of the block table; 0 for a cache in one piece
-    step: gl.tensor  # from a block of a program to its next one in a head
+    whole: (
+        gl.tensor
+    )  # 1: programs take whole heads, of equal lengths or at most one each, and there is no second launch
+    bits: gl.tensor  # 2^bits programs of a cluster take the blocks of a head in turn
     c: gl.tensor  # scale of the scores times log2(e)
     PLAN: gl.constexpr
+
+    @gluon.jit
+    def tile(self):
+        """Which tile of a head's query rows this program computes; what follows from it would otherwise stay in registers for all heads."""
+        return gl.to_tensor(0) if self.PLAN.cluster else when_used(gl.program_id(0))
 
     @gluon.jit
     def length(self, b):
@@ -160,34 +113,62 @@ class Cache:
         return gl.load(self.lens_ptr + gl.minimum(b, self.batch - 1), mask=self.lengths > 0, other=self.sk)
 
     @gluon.jit
-    def at(self, b, head, tile, j, length):
-        """The cursor at a block of a sequence of this length."""
-        first = first_visible(length, self.sq, self.left, self.PLAN.block_n)
-        return Cursor(b, head, tile, j, length, first, count_blocks(length, self.sq, self.left, self.PLAN.block_n))
+    def first_visible(self, length):
+        """First block with a key that the first new token of a sequence sees."""
+        return gl.maximum(length - self.sq - self.left + 1, 0) // self.PLAN.block_n
 
     @gluon.jit
-    def start(self, whole):
-        """Where the blocks of this program begin, and how many it has; behind the last sequence where there are none.
+    def count_blocks(self, length):
+        """Number of blocks that a sequence needs; one at least, so that each row is written."""
+        return gl.maximum(gl.cdiv(length, self.PLAN.block_n) - self.first_visible(length), 1)
 
-        whole: programs take whole heads, of equal lengths or at most one each.
-        """
-        block_n: gl.constexpr = self.PLAN.block_n
-        heads = self.heads * self.tiles  # each tile of query rows reads the keys for itself
-        sizes = self.batch, heads, self.sk, self.sq, self.left
-        split = deal(self.lens_ptr, self.lengths, *sizes, block_n, whole, gl.num_programs(0))
-        unit, end = split.begin(gl.program_id(0)), split.begin(gl.program_id(0) + 1)
-        each = split.units(count_blocks(self.sk, self.sq, self.left, block_n)) * heads
+    @gluon.jit
+    def blocks_of_chunk(self, begin):
+        """Blocks of the sequences begin .. begin + CHUNK - 1, zero for those that do not exist; each warp has all of them."""
+        b = begin + gl.arange(0, CHUNK, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+        lengths = gl.load(self.lens_ptr + b, mask=b < self.batch, other=0)
+        return gl.where(b < self.batch, self.count_blocks(lengths), 0)
+
+    @gluon.jit
+    def at(self, b, head, j, length):
+        """The cursor at a block of a sequence of this length."""
+        return Cursor(b, head, j, length, self.first_visible(length), self.count_blocks(length))
+
+    @gluon.jit
+    def deal(self, programs):
+        """The Split of all blocks over that many programs."""
+        each = self.count_blocks(self.sk)
+        total = self.batch * each
+        if (self.lengths > 0) & (self.whole == 0):
+            total = 0 * total
+            for begin in range(0, self.batch, CHUNK):
+                total += gl.sum(self.blocks_of_chunk(begin), 0)
+        # With a window a shorter sequence may need one block more.
+        grain = gl.where(self.whole > 0, each + self.lengths, 1)
+        beginning = gl.where(self.whole > 0, 0, BEGINNING)
+        units = self.heads * (self.batch * beginning + gl.where(self.whole > 0, self.batch, total))
+        programs = gl.minimum(programs, units)
+        share = units // programs
+        return Split(share, units - share * programs, grain, beginning)
+
+    @gluon.jit
+    def start(self):
+        """Where the blocks of this program begin, and how many it has; behind the last sequence where there are none."""
+        program = gl.program_id(1)
+        split = self.deal(gl.num_programs(1))
+        unit, end = split.begin(program), split.begin(program + 1)
+        each = split.units(self.count_blocks(self.sk)) * self.heads
         b = unit // each
         begin = b * each
         count = 0 * b
-        unequal = (self.lengths > 0) & (whole == 0)
+        unequal = (self.lengths > 0) & (self.whole == 0)
         if unequal:
             b = 0 * b
             begin = 0 * begin
             total = 0 * begin
             for chunk in range(0, self.batch, CHUNK):
-                blocks = blocks_of_chunk(self.lens_ptr, chunk, self.batch, self.sq, self.left, block_n)
-                units = gl.where(blocks > 0, split.units(blocks) * heads, 0)
+                blocks = self.blocks_of_chunk(chunk)
+                units = gl.where(blocks > 0, split.units(blocks) * self.heads, 0)
                 ends = total + gl.associative_scan(units, 0, _add)
                 before = ends <= unit
                 b += gl.sum(before.to(gl.int32), 0)
@@ -197,28 +178,24 @@ class Cache:
                 count += gl.sum(split.blocks_before(last, blocks)[0] - split.blocks_before(first, blocks)[0], 0)
                 total = gl.max(ends, 0)
         zero = gl.to_tensor(0)
-        cursor = self.at(b, zero, zero, zero, self.length(b))
-        skipped, flat = split.blocks_before(unit - begin, cursor.blocks)
+        cursor = self.at(b, zero, zero, self.length(b))
+        skipped, head = split.blocks_before(unit - begin, cursor.blocks)
         if not unequal:
             count = split.blocks_before(gl.minimum(end, self.batch * each) - begin, cursor.blocks)[0] - skipped
-        head = flat // self.tiles
-        j = skipped - flat * cursor.blocks
-        return Cursor(b, head, flat - head * self.tiles, j, cursor.length, cursor.first, cursor.blocks), count
+        return Cursor(b, head, skipped - head * cursor.blocks, cursor.length, cursor.first, cursor.blocks), count
 
     @gluon.jit
     def advance(self, cursor):
         """The cursor at the program's next block."""
         if self.PLAN.cluster:
-            return cursor.behind(self.step)  # the programs of a cluster have one head, and take its blocks in turn
+            return cursor.behind(1 << self.bits)  # the programs of a cluster have one head, and take its blocks in turn
         j = cursor.j + 1
         over = j >= cursor.blocks
         j = gl.where(over, 0, j)
-        tile = cursor.tile + over.to(gl.int32)
-        head = cursor.head + (tile == self.tiles).to(gl.int32)
-        tile = gl.where(tile == self.tiles, 0, tile)
+        head = cursor.head + over.to(gl.int32)
         b = cursor.b + (head == self.heads).to(gl.int32)
         head = gl.where(head == self.heads, 0, head)
         length = cursor.length
         if b != cursor.b:
             length = self.length(b)
-        return self.at(b, head, tile, j, length)
+        return self.at(b, head, j, length)
