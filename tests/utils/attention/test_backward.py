@@ -105,6 +105,7 @@ def few_processors(monkeypatch):
         for module in (arguments, launch):
             monkeypatch.setattr(module, "processors", lambda device: sms)
         monkeypatch.setattr(launch, "best_order", cut)
+        monkeypatch.setattr(launch, "dq_pieces", lambda blocks: pieces)
 
     return pretend
 

@@ -97,6 +97,12 @@ def blocks_of(
     return Blocks(tiles, batch * kv_heads, heads // kv_heads, fit, sms, plan.block_d, dq)
 
 
+def dq_pieces(blocks: Blocks) -> int:
+    """Return in how many pieces dQ's own programs take their keys: in more than one where few have many."""
+    programs = len(blocks.dq) * blocks.heads * blocks.group
+    return max(1, blocks.sms // (2 * programs)) if max(blocks.dq, default=0) >= 32 else 1
+
+
 @functools.lru_cache(maxsize=2)
 def in_order(blocks: Blocks, section: int) -> list[int]:
     """Return how many tiles each block has, in the order in which SMs take them."""
