@@ -46,11 +46,12 @@ class Gradients:
     def __init__(self, dout, q, k, v, out, lse, dlse: torch.Tensor | None, plan: BackwardPlan, order: Order, dq_pieces=1):
         self.dout, self.q, self.k, self.v, self.out, self.lse, self.plan = dout, q, k, v, out, lse, plan
         self.dlse = lse if dlse is None else dlse
+        self.parts_each = 1 if plan.dq else order.pieces  # sums of a block of keys that is cut
         self.dq_pieces, self.summed = dq_pieces, plan.dq or dq_pieces > 1
         heads, rows, width = q.shape[0] * q.shape[1], -(-q.shape[2] // 128) * 128, plan.block_d
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         # From launch to launch, in one piece of memory. The counter, a number, is the last: all begin at multiples of 16 bytes.
-        numbers = 2 * heads * rows, heads * rows * width * self.summed, order.slots * 2 * plan.block_n * width, 1
+        numbers = 2 * heads * rows, heads * rows * width * self.summed, self.parts_each * order.slots // order.pieces * 2 * plan.block_n * width, 1
         self.between = lse.new_empty(sum(numbers))
         statistics, sums, parts, counter = self.between.split(numbers)
         self.lse2, self.delta = statistics.view(2, heads, rows)  # lse * log2(e), rowsum(dO * O)
@@ -81,10 +82,11 @@ def launches(
     """Return the launches of a backward pass: `start_backward`, dQ's own if there is one, the step's, and the one that finishes."""
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
     rows, width = g.lse2.shape[1], plan.block_d
+    for_parts = order.slots // order.pieces * plan.block_n * width // 1024
     # In units of 8 elements: the kernel knows so of 16 bytes.
     strides = [n // 8 for x in (g.out, g.dout) for n in x.stride()[:3]]
-    tensors: tuple[str, ...] = ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter")
-    numbers: tuple = (*strides, sq, heads, head_dim // 8, width // 64 * g.summed)
+    tensors: tuple[str, ...] = ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "parts", "counter")
+    numbers: tuple = (*strides, sq, heads, head_dim // 8, width // 64 * g.summed, for_parts // 2 * plan.dq)
     constants: dict[str, Any] = {"DLSE": g.dlse is not g.lse}
     found = [Launch("fragments.start_backward", (rows // 64, batch * heads), tensors, numbers, constants)]
     blocks_n = -(-sk // plan.block_n) if packed is None else len(packed.blocks)
@@ -96,11 +98,10 @@ def launches(
         more = (*sizes, g.dq_pieces, scale), constants, (64, 64, keys, keys, 64)
         found.append(Launch("dq.attention_backward_dq", grid, tensors, *more, early=True))
     found.append(step_launch(step, g, sizes, blocks, order.whole + order.slots, scale))
-    for_parts = order.slots // order.pieces * plan.block_n * width // 1024
     programs = for_parts + rows // 64 * batch * heads * width // 64 * g.summed
     if programs:
         tensors = "sums", "dq", "parts", "dv", "dk"
-        numbers = *sizes[:3], head_dim // 8, width // 64, *blocks, for_parts, scale
+        numbers = *sizes[:3], head_dim // 8, width // 64, *blocks[:-1], g.parts_each, for_parts, scale
         constants = {"TABLE": packed is not None}
         found.append(Launch("fragments.finish_backward", (programs,), tensors, numbers, constants, early=True))
     return found

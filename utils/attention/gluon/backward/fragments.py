@@ -85,6 +85,7 @@ def start_backward(
     lse2_ptr,
     delta_ptr,
     dq_sums_ptr,
+    parts_ptr,
     counter_ptr,
     o_batch,
     o_head,
@@ -96,13 +97,14 @@ def start_backward(
     heads,
     head_dim,
     width,
+    for_parts,
     DLSE: gl.constexpr,
 ):
     """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (rows / 64, B * H).
 
     The last heads come first: the main kernel begins with the first ones, and finds theirs in the L2. Strides and
     head_dim are in units of 8 elements, so that the compiler knows of 16 bytes without a kernel for each stride.
-    width: columns of the sums in units of 64; 0 where dQ is not summed in memory.
+    width: columns of the sums in units of 64; 0 where dQ is not summed in memory. for_parts: pieces of 4096 zeros for sums of dK and dV.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     let_next_launch_begin()
@@ -126,6 +128,8 @@ def start_backward(
         i = gl.arange(0, 4096, FLAT)
         # Eight columns follow each other; nobody reads those behind the head dimension.
         gl.store(sums + piece * 4096 + i, gl.zeros([4096], gl.float32, FLAT), mask=i < (head_dim - piece * 8) * 512)
+    for piece in range(gl.program_id(1) * gl.num_programs(0) + tile, for_parts, gl.num_programs(0) * gl.num_programs(1)):
+        gl.store(parts_ptr + piece * 4096 + gl.arange(0, 4096, FLAT), gl.zeros([4096], gl.float32, FLAT))
     delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
     for column in range(128, head_dim * 8, 128):
         keep = (r < sq)[:, None] & (column + d < head_dim * 8)

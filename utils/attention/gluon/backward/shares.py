@@ -5,9 +5,10 @@ asked for the last tile of the one before, tells the other roles its part throug
 dV and dK leave: a block that is launched for itself begins with an empty SM. The first `whole` numbers are blocks.
 
 Few blocks leave SMs without work: 72 blocks on 132 SMs, or the 68 that are left of 2048 in the last round. These are cut into equal
-pieces (`order.py`), which leave dK and dV in memory, fp32; `finish_backward` adds up those of a block, always in the same order.
+pieces (`order.py`), which add dK and dV to sums in fp32, as dQ is added. Where bits must repeat each piece has a place of its own,
+and `finish_backward` adds up those of a block, always in the same order.
 
-    parts of dK and dV    (pieces, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
+    parts of dK and dV    (blocks or pieces, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -86,10 +87,14 @@ def make_share(READERS: gl.constexpr):
 
 
 @gluon.jit
-def store_part(parts_ptr, slot, x, WHICH: gl.constexpr):
-    """Store a part of dV (WHICH = 0) or dK (1), fp32, not scaled: of 128 keys, or of a warpgroup's 64."""
+def leave_part(parts_ptr, slot, x, WHICH: gl.constexpr, ADD: gl.constexpr):
+    """Store or add a part of dV (WHICH = 0) or dK (1), fp32, not scaled: of 128 keys, or of a warpgroup's 64."""
     HALVES: gl.constexpr = x.shape[0] // 64
     HALF: gl.constexpr = 64 * x.shape[1]
     flat = to_halves(x) if HALVES == 2 else to_fragments(x)
     i = gl.arange(0, HALVES * HALF, flat.type.layout)
-    gl.store(parts_ptr + ((slot.to(gl.int64) * HALVES + i // HALF) * 2 + WHICH) * HALF + i % HALF, flat)
+    at = parts_ptr + ((slot.to(gl.int64) * HALVES + i // HALF) * 2 + WHICH) * HALF + i % HALF
+    if ADD:
+        gl.atomic_add(at, flat, sem="relaxed")
+    else:
+        gl.store(at, flat)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils.attention.gluon.backward.fragments import to_halves
 from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, numbered_part
-from utils.attention.gluon.backward.shares import make_share, store_part
+from utils.attention.gluon.backward.shares import leave_part, make_share
 from utils.attention.gluon.shared import (
     accumulator,
     in_flight,
@@ -226,8 +226,8 @@ def consumer(work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_
         part = share.read(turn, 8)
         done += part.count
         if part.slot >= 0:
-            store_part(parts_ptr, part.slot, dv, 0)
-            store_part(parts_ptr, part.slot, dk, 1)
+            leave_part(parts_ptr, part.slot, dv, 0, work.sizes.PLAN.dq)
+            leave_part(parts_ptr, part.slot, dk, 1, work.sizes.PLAN.dq)
         else:
             store_keys(work.sizes, dv_out, part, ds_tiles, dv)
             if BLOCK_D > 64:

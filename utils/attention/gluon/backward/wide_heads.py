@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from utils.attention.gluon.backward.fragments import FLAT, from_fragments, store_rows, to_fragments
 from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, numbered_part, rows_of
-from utils.attention.gluon.backward.shares import store_part
+from utils.attention.gluon.backward.shares import leave_part
 from utils.attention.gluon.backward.step3_warp_specialized import probabilities
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, wait_products
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
@@ -50,7 +50,7 @@ def first_consumer(work, part, exchange, parts_ptr, dv_desc):
     # dO's first tile carries dV away: the other consumer has read the last dO when it has read the last P.
     mbarrier.wait(p_empty, (part.count & 1) ^ 1)
     if part.slot >= 0:
-        store_part(parts_ptr, part.slot, dv, 0)
+        leave_part(parts_ptr, part.slot, dv, 0, False)
     else:
         store_rows(dv_desc, part.batch, part.kv_head, part.key, work.do.tiles.index(0), dv)
     if gl.program_id(0) == 0:
@@ -80,7 +80,7 @@ def second_consumer(work, part, exchange, parts_ptr, dk_desc):
         work.q.release(i)
     # V is read by this consumer alone: its tile carries dK away.
     if part.slot >= 0:
-        store_part(parts_ptr, part.slot, dk, 1)
+        leave_part(parts_ptr, part.slot, dk, 1, False)
     else:
         store_rows(dk_desc, part.batch, part.kv_head, part.key, work.v, dk * work.scale)
 
