@@ -43,7 +43,9 @@ class Gradients:
     tensors from `dq` on are made here.
     """
 
-    def __init__(self, dout, q, k, v, out, lse, dlse: torch.Tensor | None, plan: BackwardPlan, order: Order, dq_pieces=1):
+    def __init__(
+        self, dout, q, k, v, out, lse, dlse: torch.Tensor | None, plan: BackwardPlan, order: Order, dq_pieces=1
+    ):
         self.dout, self.q, self.k, self.v, self.out, self.lse, self.plan = dout, q, k, v, out, lse, plan
         self.dlse = lse if dlse is None else dlse
         self.parts_each = 1 if plan.dq else order.pieces  # sums of a block of keys that is cut
@@ -51,7 +53,12 @@ class Gradients:
         heads, rows, width = q.shape[0] * q.shape[1], -(-q.shape[2] // 128) * 128, plan.block_d
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         # From launch to launch, in one piece of memory. The counter, a number, is the last: all begin at multiples of 16 bytes.
-        numbers = 2 * heads * rows, heads * rows * width * self.summed, self.parts_each * order.slots // order.pieces * 2 * plan.block_n * width, 1
+        numbers = (
+            2 * heads * rows,
+            heads * rows * width * self.summed,
+            self.parts_each * order.slots // order.pieces * 2 * plan.block_n * width,
+            1,
+        )
         self.between = lse.new_empty(sum(numbers))
         statistics, sums, parts, counter = self.between.split(numbers)
         self.lse2, self.delta = statistics.view(2, heads, rows)  # lse * log2(e), rowsum(dO * O)

@@ -128,7 +128,9 @@ def start_backward(
         i = gl.arange(0, 4096, FLAT)
         # Eight columns follow each other; nobody reads those behind the head dimension.
         gl.store(sums + piece * 4096 + i, gl.zeros([4096], gl.float32, FLAT), mask=i < (head_dim - piece * 8) * 512)
-    for piece in range(gl.program_id(1) * gl.num_programs(0) + tile, for_parts, gl.num_programs(0) * gl.num_programs(1)):
+    for piece in range(
+        gl.program_id(1) * gl.num_programs(0) + tile, for_parts, gl.num_programs(0) * gl.num_programs(1)
+    ):
         gl.store(parts_ptr + piece * 4096 + gl.arange(0, 4096, FLAT), gl.zeros([4096], gl.float32, FLAT))
     delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
     for column in range(128, head_dim * 8, 128):

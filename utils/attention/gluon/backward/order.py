@@ -31,13 +31,14 @@ L2_BYTES = 32 << 20
 # In tiles of queries, each 2.1 to 2.4 us, and 1.6 us of a wide head:
 BLOCK_TILES = 1.4, 4.7  # beginning and end of a block, and of a wide head's: the first K and Q, stores of dV and dK
 FINISH_TILES = 0.5, 2.0  # more work for the last kernel, which a wide head has for pieces alone
-ADD_TILES = 0.0061  # writing and reading a piece of 128 keys x 64 columns once more, of all SMs together
+PIECE_TILES = 1.0, 0.0  # more at the end of a piece: its sums are in fp32
+ADD_TILES = 0.0061  # zeros for sums of 128 keys x 64 columns, and reading them, of all SMs together; a wide head's pieces have their own
 DQ_TILES = 1.2, 3.0  # a tile of keys, and beginning and end, of a program of dQ's own kernel
 LARGE_GAIN = 0.97  # what is read from memory again costs so much: a guess, 30% were seen for all heads
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
-MOST_BLOCKS = 8  # of an SM, that are scheduled one by one: those before them end at about the same time on all SMs
-PIECES = 2, 3, 4, 5, 6, 8, 12, 16  # of a block
+MOST_BLOCKS = 10  # of an SM, that are scheduled one by one: those before them end at about the same time on all SMs
+PIECES = range(2, 13)  # of a block
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,11 @@ def schedule_tiles(blocks: Blocks, order: Order) -> float:
     costs = [DQ_TILES[0] * n + DQ_TILES[1] for n in blocks.dq for _ in range(blocks.heads * blocks.group)]
     costs += [n + BLOCK_TILES[wide] for n in tiles[: order.whole]]
     rest = tiles[order.whole :]
-    costs += [n * (i + 1) // pieces - n * i // pieces + BLOCK_TILES[wide] for n in rest for i in range(pieces)]
+    end_tiles, sums = BLOCK_TILES[wide] + PIECE_TILES[wide], order.slots // (1 if wide else pieces)
+    costs += [n * (i + 1) // pieces - n * i // pieces + end_tiles for n in rest for i in range(pieces)]
     first = max(len(costs) // blocks.sms - MOST_BLOCKS, 0) * blocks.sms
     end = sum(costs[:first]) / blocks.sms + list_schedule(costs[first:], blocks.sms)
-    return end + (FINISH_TILES[wide] + ADD_TILES * (blocks.width // 64) * order.slots if rest else 0)
+    return end + (FINISH_TILES[wide] + ADD_TILES * (blocks.width // 64) * sums if rest else 0)
 
 
 @functools.lru_cache(maxsize=512)

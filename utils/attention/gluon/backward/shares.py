@@ -87,14 +87,15 @@ def make_share(READERS: gl.constexpr):
 
 
 @gluon.jit
-def leave_part(parts_ptr, slot, x, WHICH: gl.constexpr, ADD: gl.constexpr):
+def leave_part(parts_ptr, slot, x, WHICH: gl.constexpr, PLAN: gl.constexpr):
     """Store or add a part of dV (WHICH = 0) or dK (1), fp32, not scaled: of 128 keys, or of a warpgroup's 64."""
     HALVES: gl.constexpr = x.shape[0] // 64
     HALF: gl.constexpr = 64 * x.shape[1]
     flat = to_halves(x) if HALVES == 2 else to_fragments(x)
     i = gl.arange(0, HALVES * HALF, flat.type.layout)
     at = parts_ptr + ((slot.to(gl.int64) * HALVES + i // HALF) * 2 + WHICH) * HALF + i % HALF
-    if ADD:
-        gl.atomic_add(at, flat, sem="relaxed")
+    if PLAN.dq:
+        # Eight columns follow each other; those behind `depth` are zeros.
+        gl.atomic_add(at, flat, mask=i % HALF < (PLAN.depth if PLAN.depth > 0 else x.shape[1]) * 64, sem="relaxed")
     else:
         gl.store(at, flat)

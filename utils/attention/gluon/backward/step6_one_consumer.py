@@ -226,8 +226,8 @@ def consumer(work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_
         part = share.read(turn, 8)
         done += part.count
         if part.slot >= 0:
-            leave_part(parts_ptr, part.slot, dv, 0, work.sizes.PLAN.dq)
-            leave_part(parts_ptr, part.slot, dk, 1, work.sizes.PLAN.dq)
+            leave_part(parts_ptr, part.slot, dv, 0, work.sizes.PLAN)
+            leave_part(parts_ptr, part.slot, dk, 1, work.sizes.PLAN)
         else:
             store_keys(work.sizes, dv_out, part, ds_tiles, dv)
             if BLOCK_D > 64:

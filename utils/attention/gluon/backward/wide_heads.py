@@ -50,7 +50,7 @@ def first_consumer(work, part, exchange, parts_ptr, dv_desc):
     # dO's first tile carries dV away: the other consumer has read the last dO when it has read the last P.
     mbarrier.wait(p_empty, (part.count & 1) ^ 1)
     if part.slot >= 0:
-        leave_part(parts_ptr, part.slot, dv, 0, False)
+        leave_part(parts_ptr, part.slot, dv, 0, work.sizes.PLAN)
     else:
         store_rows(dv_desc, part.batch, part.kv_head, part.key, work.do.tiles.index(0), dv)
     if gl.program_id(0) == 0:
@@ -80,7 +80,7 @@ def second_consumer(work, part, exchange, parts_ptr, dk_desc):
         work.q.release(i)
     # V is read by this consumer alone: its tile carries dK away.
     if part.slot >= 0:
-        leave_part(parts_ptr, part.slot, dk, 1, False)
+        leave_part(parts_ptr, part.slot, dk, 1, work.sizes.PLAN)
     else:
         store_rows(dk_desc, part.batch, part.kv_head, part.key, work.v, dk * work.scale)
 
