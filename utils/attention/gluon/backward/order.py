@@ -5,8 +5,7 @@ queries: under a causal mask one to all of them, with grouped heads as many time
 things make SMs wait for each other at the end:
 
 - A long block that starts late. Heads come in sections that fit in the L2, the longest blocks of a section first. 16 heads
-  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size, and larger
-  where that makes up for it: packed sequences of 8 heads ended 3 and 7% earlier.
+  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size.
 - Fewer blocks than SMs, or a last round of few blocks. Then these blocks are cut into pieces (`shares.py`), if that gains more
   than the sums of the pieces cost. All pieces of a block come before the next block's, so that the last ones are short.
 
@@ -34,7 +33,6 @@ FINISH_TILES = 0.5, 2.0  # more work for the last kernel, which a wide head has 
 PIECE_TILES = 1.0, 0.0  # more at the end of a piece: its sums are in fp32
 ADD_TILES = 0.0061  # zeros for sums of 128 keys x 64 columns, and reading them, of all SMs together; a wide head's pieces have their own
 DQ_TILES = 1.2, 3.0  # a tile of keys, and beginning and end, of a program of dQ's own kernel
-LARGE_GAIN = 0.97  # what is read from memory again costs so much: a guess, 30% were seen for all heads
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
 MOST_BLOCKS = 10  # of an SM, that are scheduled one by one: those before them end at about the same time on all SMs
@@ -139,22 +137,18 @@ def schedule_tiles(blocks: Blocks, order: Order) -> float:
 
 @functools.lru_cache(maxsize=512)
 def best_order(blocks: Blocks) -> Order:
-    """Return the order that ends first: of whole blocks, or with those of the last round or section, or all, in pieces."""
-    # Even sections of heads that fit in the L2, or twice as large. Heads that run at the same time anyway need not fit.
-    sections = -(-blocks.heads // max(blocks.fit, -(-blocks.sms // len(blocks.tiles))))
-    small, large = (-(-blocks.heads // n) for n in (sections, -(-sections // 2)))
-
-    def time(order: Order) -> float:
-        return schedule_tiles(blocks, order) / (LARGE_GAIN if order.section > small else 1)
-
+    """Return the order that ends first: of whole blocks, or with those of the last round or section in pieces."""
+    # Even sections of heads that fit in the L2. Heads that run at the same time anyway need not fit.
+    section = -(-blocks.heads // -(-blocks.heads // max(blocks.fit, -(-blocks.sms // len(blocks.tiles)))))
+    time, found = functools.partial(schedule_tiles, blocks), Order(section, blocks.count)
     cut = [
         Order(section, whole, pieces, (blocks.count - whole) * pieces)
-        for section in sorted({small, large})
-        for last_section in [(blocks.heads - 1) // section * section * len(blocks.tiles)]
-        for whole in (0, last_section, blocks.count - blocks.count % blocks.sms)
+        for whole in (
+            (blocks.heads - 1) // section * section * len(blocks.tiles),
+            blocks.count - blocks.count % blocks.sms,
+        )
         for pieces in PIECES
         if 0 < (blocks.count - whole) * pieces <= MOST_BLOCKS * blocks.sms
     ]
-    found = min([Order(small, blocks.count), Order(large, blocks.count)], key=time)
     best = min(cut, key=time, default=found)
     return best if time(best) < PIECES_GAIN * time(found) else found
