@@ -60,11 +60,9 @@ class Gradients:
             1,
         )
         self.between = lse.new_empty(sum(numbers))
-        statistics, sums, parts, counter = self.between.split(numbers)
+        statistics, sums, self.parts, counter = self.between.split(numbers)  # parts: of dK and dV (`shares.py`)
         self.lse2, self.delta = statistics.view(2, heads, rows)  # lse * log2(e), rowsum(dO * O)
-        # Where nothing is summed in memory, the kernels get a pointer that they do not use.
-        self.sums = sums.view(-1, 128) if self.summed else self.lse2  # of dQ
-        self.parts = parts if order.slots else self.lse2  # of dK and dV (`shares.py`)
+        self.sums = sums.view(-1, 128) if self.summed else self.lse2  # of dQ; without them a pointer that nobody uses
         self.counter = counter.view(torch.int32)  # numbers that were drawn (`shares.py`)
 
     def place(self, name: str) -> tuple[int, int]:
@@ -89,11 +87,11 @@ def launches(
     """Return the launches of a backward pass: `start_backward`, dQ's own if there is one, the step's, and the one that finishes."""
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
     rows, width = g.lse2.shape[1], plan.block_d
-    for_parts = order.slots // order.pieces * plan.block_n * width // 1024
+    for_parts = order.slots // order.pieces * plan.block_n * width // 2048
     # In units of 8 elements: the kernel knows so of 16 bytes.
     strides = [n // 8 for x in (g.out, g.dout) for n in x.stride()[:3]]
     tensors: tuple[str, ...] = ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "parts", "counter")
-    numbers: tuple = (*strides, sq, heads, head_dim // 8, width // 64 * g.summed, for_parts // 2 * plan.dq)
+    numbers: tuple = (*strides, sq, heads, head_dim // 8, width // 64 * g.summed, for_parts * plan.dq)
     constants: dict[str, Any] = {"DLSE": g.dlse is not g.lse}
     found = [Launch("fragments.start_backward", (rows // 64, batch * heads), tensors, numbers, constants)]
     blocks_n = -(-sk // plan.block_n) if packed is None else len(packed.blocks)

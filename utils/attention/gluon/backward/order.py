@@ -9,8 +9,7 @@ things make SMs wait for each other at the end:
 - Fewer blocks than SMs, or a last round of few blocks. Then these blocks are cut into pieces (`shares.py`), if that gains more
   than the sums of the pieces cost. All pieces of a block come before the next block's, so that the last ones are short.
 
-The schedule is computed as a list schedule: each block goes to the SM that is free first, with costs that were fitted to
-recorded times. Of six orders at each of fourteen short shapes, the fastest was chosen thirteen times.
+In the schedule each block goes to the SM that is free first, with costs that were fitted to recorded times.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from utils.attention.gluon.backward.fragments import to_fragments, to_halves
+from utils.attention.gluon.backward.fragments import to_fragments
 from utils.attention.gluon.backward.pipeline import Part
 from utils.attention.gluon.shared import aggregate, uniform
 
@@ -41,12 +41,6 @@ class Share:
             number = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
             self.told.index(slot * 11 + i).store(number)
         mbarrier.arrive(self.full.index(slot), count=1)
-
-    @gluon.jit
-    def tell_end(self, turn):
-        """Producer: tell the other roles that there is no part number `turn`."""
-        none = turn * 0 - 1
-        self.tell(Part(none, none, none, none, none, none, none, none, none, none, none), turn)
 
     @gluon.jit
     def field(self, turn, i, WARPS: gl.constexpr):
@@ -91,7 +85,7 @@ def leave_part(parts_ptr, slot, x, WHICH: gl.constexpr, PLAN: gl.constexpr):
     """Store or add a part of dV (WHICH = 0) or dK (1), fp32, not scaled: of 128 keys, or of a warpgroup's 64."""
     HALVES: gl.constexpr = x.shape[0] // 64
     HALF: gl.constexpr = 64 * x.shape[1]
-    flat = to_halves(x) if HALVES == 2 else to_fragments(x)
+    flat = to_fragments(x)
     i = gl.arange(0, HALVES * HALF, flat.type.layout)
     at = parts_ptr + ((slot.to(gl.int64) * HALVES + i // HALF) * 2 + WHICH) * HALF + i % HALF
     if PLAN.dq:

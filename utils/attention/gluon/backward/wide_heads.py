@@ -1,8 +1,7 @@
 """Head dimension 256, where dK and dV of 64 keys fill the registers of a warpgroup each.
 
 The products are split: one consumer computes S^T and dV, the other dP^T, dS and dK. P goes from the first to the second in
-fp32 through shared memory. dQ is computed by a kernel of its own (`dq.py`), which is faster here than adding it up, and gives
-the same bits each time.
+fp32 through shared memory. dQ is computed by a kernel of its own (`dq.py`), which is faster here than adding it up.
 
     part          what
     tile          64 queries x 64 keys
