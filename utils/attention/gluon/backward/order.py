@@ -29,8 +29,8 @@ L2_BYTES = 32 << 20
 # In tiles of queries, each 2.1 to 2.4 us, and 1.6 us of a wide head:
 BLOCK_TILES = 1.4, 4.7  # beginning and end of a block, and of a wide head's: the first K and Q, stores of dV and dK
 FINISH_TILES = 0.5, 2.0  # more work for the last kernel, which a wide head has for pieces alone
-PIECE_TILES = 1.0, 0.0  # more at the end of a piece: its sums are in fp32
-ADD_TILES = 0.0061  # zeros for sums of 128 keys x 64 columns, and reading them, of all SMs together; a wide head's pieces have their own
+PIECE_TILES = 2.9, 4.7  # beginning and end of a piece: its sums are in fp32
+ADD_TILES = 0.0061  # a sum of 128 keys x 64 columns, its zeros and reading it, of all SMs together
 DQ_TILES = 1.2, 3.0  # a tile of keys, and beginning and end, of a program of dQ's own kernel
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
@@ -58,7 +58,8 @@ class Blocks:
     fit: int  # heads of keys that fit in the L2 together
     sms: int
     width: int = 128  # columns
-    dq: tuple[int, ...] = ()  # tiles of keys that each program of dQ's own kernel sees
+    dq: tuple[int, ...] = ()  # tiles of keys that each 128 rows of dQ's own kernel see
+    dq_pieces: int = 1  # of these, each a program
 
     @property
     def count(self) -> int:
@@ -82,7 +83,7 @@ def query_tiles(sq: int, sk: int, block_m: int, block_n: int, back: int, ahead: 
 
 
 def blocks_of(
-    plan: BackwardPlan, q: torch.Tensor, k: torch.Tensor, sms: int, reach: tuple[int, int], tiles: tuple[int, ...] = ()
+    plan: BackwardPlan, q: torch.Tensor, k: torch.Tensor, sms: int, reach: tuple, tiles=(), deterministic=False
 ) -> Blocks:
     """Return the blocks of a launch; reach: back and ahead of `query_tiles`; tiles: those of packed sequences' blocks."""
     (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape
@@ -92,13 +93,8 @@ def blocks_of(
     keys = 128 if plan.block_d == 64 else 64
     # To a query, keys are what queries are to a key. The last rows come first.
     dq = () if plan.dq else query_tiles(sk, sq, keys, 128, *reach[::-1])[::-1]
-    return Blocks(tiles, batch * kv_heads, heads // kv_heads, fit, sms, plan.block_d, dq)
-
-
-def dq_pieces(blocks: Blocks) -> int:
-    """Return in how many pieces dQ's own programs take their keys: in more than one where few have many."""
-    programs = len(blocks.dq) * blocks.heads * blocks.group
-    return max(1, blocks.sms // (2 * programs)) if max(blocks.dq, default=0) >= 32 else 1
+    few = sms // (2 * batch * heads * len(dq)) if not deterministic and max(dq, default=0) >= 32 else 1
+    return Blocks(tiles, batch * kv_heads, heads // kv_heads, fit, sms, plan.block_d, dq, max(1, few))
 
 
 @functools.lru_cache(maxsize=2)
@@ -124,11 +120,12 @@ def schedule_tiles(blocks: Blocks, order: Order) -> float:
     """Return how long an order takes, in tiles, with the kernel that adds up the pieces."""
     tiles, pieces, wide = in_order(blocks, order.section), order.pieces, blocks.width == 256
     # The programs of dQ's own kernel begin before the others.
-    costs = [DQ_TILES[0] * n + DQ_TILES[1] for n in blocks.dq for _ in range(blocks.heads * blocks.group)]
+    numbers = range(blocks.heads * blocks.group * blocks.dq_pieces)
+    costs = [DQ_TILES[0] * n / blocks.dq_pieces + DQ_TILES[1] for n in blocks.dq for _ in numbers]
     costs += [n + BLOCK_TILES[wide] for n in tiles[: order.whole]]
     rest = tiles[order.whole :]
-    end_tiles, sums = BLOCK_TILES[wide] + PIECE_TILES[wide], order.slots // (1 if wide else pieces)
-    costs += [n * (i + 1) // pieces - n * i // pieces + end_tiles for n in rest for i in range(pieces)]
+    costs += [n * (i + 1) // pieces - n * i // pieces + PIECE_TILES[wide] for n in rest for i in range(pieces)]
+    sums = order.slots // (1 if blocks.dq else pieces)
     first = max(len(costs) // blocks.sms - MOST_BLOCKS, 0) * blocks.sms
     end = sum(costs[:first]) / blocks.sms + list_schedule(costs[first:], blocks.sms)
     return end + (FINISH_TILES[wide] + ADD_TILES * (blocks.width // 64) * sums if rest else 0)
@@ -140,12 +137,10 @@ def best_order(blocks: Blocks) -> Order:
     # Even sections of heads that fit in the L2. Heads that run at the same time anyway need not fit.
     section = -(-blocks.heads // -(-blocks.heads // max(blocks.fit, -(-blocks.sms // len(blocks.tiles)))))
     time, found = functools.partial(schedule_tiles, blocks), Order(section, blocks.count)
+    last = (blocks.heads - 1) // section * section * len(blocks.tiles)  # the last section's first block
     cut = [
         Order(section, whole, pieces, (blocks.count - whole) * pieces)
-        for whole in (
-            (blocks.heads - 1) // section * section * len(blocks.tiles),
-            blocks.count - blocks.count % blocks.sms,
-        )
+        for whole in (last, blocks.count - blocks.count % blocks.sms)
         for pieces in PIECES
         if 0 < (blocks.count - whole) * pieces <= MOST_BLOCKS * blocks.sms
     ]
