@@ -54,14 +54,6 @@ def test_a_section_of_one_head_left_over_is_what_cost_a_third():
     assert schedule_tiles(blocks, chosen) < 1.1 * sum(in_order(blocks, chosen.section)) / blocks.sms
 
 
-@pytest.mark.parametrize(
-    ("shape", "section"),
-    [((4, 32, 32, 4096, 64, True), 16), ((1, 32, 32, 16384, 64, True), 4), ((1, 16, 16, 16384, 128, False), 2)],
-)
-def test_the_tables_points_keep_the_sections_that_were_measured(shape, section):
-    assert best_order(blocks_at(*shape)).section == section
-
-
 @pytest.mark.parametrize(("count", "pieces"), [(2048, True), (300, True), (8, True), (132, False), (135, True)])
 def test_the_last_round_is_cut_where_that_ends_earlier(count, pieces):
     """2048 blocks on 132 SMs are fifteen rounds and 68 blocks."""
@@ -78,18 +70,26 @@ def test_a_schedule_gives_the_next_program_to_whoever_is_free():
 
 
 @pytest.mark.parametrize(
-    ("shape", "pieces"),
+    ("shape", "pieces", "section"),
     [
-        ((1, 24, 3, 3056, 64, False), True),  # 72 blocks, 132 SMs
-        ((1, 4, 2, 6955, 128, True), True),
-        ((2, 24, 3, 526, 64, True), True),
-        ((3, 2, 2, 2628, 128, False), False),
-        ((2, 8, 8, 4128, 128, True), False),
-        ((4, 16, 16, 4096, 128, True), False),
-        ((1, 32, 32, 16384, 64, False), False),
-        ((2, 4, 1, 636, 256, True), True),  # 20 blocks, of up to 40 tiles
+        ((1, 24, 3, 3056, 64, False), True, 3),  # 72 blocks, 132 SMs
+        ((1, 4, 2, 6955, 128, True), True, 2),
+        ((2, 24, 3, 526, 64, True), True, 6),
+        ((3, 2, 2, 2628, 128, False), False, 6),
+        ((2, 8, 8, 4128, 128, True), False, 6),
+        ((4, 16, 16, 4096, 128, True), False, 8),
+        ((4, 32, 32, 4096, 64, True), False, 16),
+        ((1, 32, 32, 16384, 64, False), False, 4),
+        ((1, 16, 16, 16384, 128, False), False, 2),
+        ((2, 4, 1, 636, 256, True), True, 2),  # 20 blocks, of up to 40 tiles
     ],
 )
-def test_few_blocks_are_cut(shape, pieces):
+def test_few_blocks_are_cut_and_sections_are_those_that_were_measured(shape, pieces, section):
     order = best_order(blocks_at(*shape))
-    assert (order.slots > 0 and order.whole == 0) == pieces
+    assert (order.slots > 0 and order.whole == 0, order.section) == (pieces, section)
+
+
+@pytest.mark.parametrize(("queries", "deterministic", "pieces"), [(128, False, 16), (128, True, 1), (2048, False, 1)])
+def test_few_programs_of_wide_heads_take_their_keys_in_pieces(queries, deterministic, pieces):
+    q, k = (torch.empty(1, 4, n, 256, device="meta") for n in (queries, 8192))
+    assert blocks_of(plan_for(6, 256), q, k, 132, span(False, 0), (), deterministic).dq_pieces == pieces

@@ -43,19 +43,26 @@ class Gradients:
     tensors from `dq` on are made here.
     """
 
-    def __init__(self, dout, q, k, v, out, lse, dlse: torch.Tensor | None, plan: BackwardPlan, order: Order):
+    def __init__(
+        self, dout, q, k, v, out, lse, dlse: torch.Tensor | None, plan: BackwardPlan, order: Order, dq_pieces=1
+    ):
         self.dout, self.q, self.k, self.v, self.out, self.lse, self.plan = dout, q, k, v, out, lse, plan
         self.dlse = lse if dlse is None else dlse
+        self.parts_each = 1 if plan.dq else order.pieces  # sums of a block of keys that is cut
+        self.dq_pieces, self.summed = dq_pieces, plan.dq or dq_pieces > 1
         heads, rows, width = q.shape[0] * q.shape[1], -(-q.shape[2] // 128) * 128, plan.block_d
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         # From launch to launch, in one piece of memory. The counter, a number, is the last: all begin at multiples of 16 bytes.
-        numbers = 2 * heads * rows, heads * rows * width * bool(plan.dq), order.slots * 2 * plan.block_n * width, 1
+        numbers = (
+            2 * heads * rows,
+            heads * rows * width * self.summed,
+            self.parts_each * order.slots // order.pieces * 2 * plan.block_n * width,
+            1,
+        )
         self.between = lse.new_empty(sum(numbers))
-        statistics, sums, parts, counter = self.between.split(numbers)
+        statistics, sums, self.parts, counter = self.between.split(numbers)  # parts: of dK and dV (`shares.py`)
         self.lse2, self.delta = statistics.view(2, heads, rows)  # lse * log2(e), rowsum(dO * O)
-        # Where nothing is summed in memory, the kernels get a pointer that they do not use.
-        self.sums = sums.view(-1, 128) if plan.dq else self.lse2  # of dQ
-        self.parts = parts if order.slots else self.lse2  # of dK and dV (`shares.py`)
+        self.sums = sums.view(-1, 128) if self.summed else self.lse2  # of dQ; without them a pointer that nobody uses
         self.counter = counter.view(torch.int32)  # numbers that were drawn (`shares.py`)
 
     def place(self, name: str) -> tuple[int, int]:
@@ -80,26 +87,26 @@ def launches(
     """Return the launches of a backward pass: `start_backward`, dQ's own if there is one, the step's, and the one that finishes."""
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
     rows, width = g.lse2.shape[1], plan.block_d
+    for_parts = order.slots // order.pieces * plan.block_n * width // 2048
     # In units of 8 elements: the kernel knows so of 16 bytes.
     strides = [n // 8 for x in (g.out, g.dout) for n in x.stride()[:3]]
-    tensors: tuple[str, ...] = ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "counter")
-    numbers: tuple = (*strides, sq, heads, head_dim // 8, width // 64 * plan.dq)
+    tensors: tuple[str, ...] = ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "parts", "counter")
+    numbers: tuple = (*strides, sq, heads, head_dim // 8, width // 64 * g.summed, for_parts * plan.dq)
     constants: dict[str, Any] = {"DLSE": g.dlse is not g.lse}
     found = [Launch("fragments.start_backward", (rows // 64, batch * heads), tensors, numbers, constants)]
     blocks_n = -(-sk // plan.block_n) if packed is None else len(packed.blocks)
     sizes = sq, sk, *(span(causal, window) if packed is None else (packed.table, 0)), heads, kv_heads
     blocks = blocks_n, order.section, batch * kv_heads, order.whole, order.pieces
     if not plan.dq:
-        keys, grid = 128 if width == 64 else 64, (-(-sq // 128) * batch * heads,)
-        tensors, constants = ("q", "dout", "k", "v", "dq", "lse2", "delta"), {"PLAN": replace(plan, depth=0)}
-        more = (*sizes, scale), constants, (64, 64, keys, keys, 64)
+        keys, grid = 128 if width == 64 else 64, (-(-sq // 128) * batch * heads * g.dq_pieces,)
+        tensors, constants = ("q", "dout", "k", "v", "dq", "lse2", "delta", "sums"), {"PLAN": replace(plan, depth=0)}
+        more = (*sizes, g.dq_pieces, scale), constants, (64, 64, keys, keys, 64)
         found.append(Launch("dq.attention_backward_dq", grid, tensors, *more, early=True))
     found.append(step_launch(step, g, sizes, blocks, order.whole + order.slots, scale))
-    for_parts = order.slots // order.pieces * plan.block_n * width // 1024
-    programs = for_parts + rows // 64 * batch * heads * width // 64 * plan.dq
+    programs = for_parts + rows // 64 * batch * heads * width // 64 * g.summed
     if programs:
         tensors = "sums", "dq", "parts", "dv", "dk"
-        numbers = *sizes[:3], head_dim // 8, width // 64, *blocks, for_parts, scale
+        numbers = *sizes[:3], head_dim // 8, width // 64, *blocks[:-1], g.parts_each, for_parts, scale
         constants = {"TABLE": packed is not None}
         found.append(Launch("fragments.finish_backward", (programs,), tensors, numbers, constants, early=True))
     return found

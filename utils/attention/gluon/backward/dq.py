@@ -2,7 +2,7 @@
 
 A block owns 128 query rows and walks over their keys, as the forward does: S = Q K^T, dP = dO V^T, dQ += dS K. S and dP
 are computed a second time here, seven products in place of five, but dQ stays in registers, in fp32, until it is
-stored: no atomics, no zeros to write before and no order to restore behind.
+stored: no atomics, no zeros to write before and no order to restore behind, but where few programs at 256 add pieces.
 
     part          what                              head dim 64    128    256
     consumers     2 warpgroups x 64 query rows
@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from utils.attention.gluon.backward.fragments import store_rows
+from utils.attention.gluon.backward.fragments import add_fragments, store_rows
 from utils.attention.gluon.backward.pipeline import LOG2_E, SIZES, make_sizes
 from utils.attention.gluon.pipeline import allocate_ring
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, tma_load, wait_products
@@ -28,18 +28,19 @@ from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_be
 
 
 @gluon.jit
-def key_tiles(sizes, row, BLOCK_N: gl.constexpr):
-    """Tiles of keys [lo, hi) that some of the 128 queries from `row` on see; may be empty."""
+def key_tiles(sizes, row, cut, BLOCK_N: gl.constexpr):
+    """Tiles of keys [lo, hi) that some of the 128 queries from `row` on see, or a piece of these; may be empty."""
     position = row + sizes.sk - sizes.sq
     last = gl.minimum(position + 127 + sizes.ahead, sizes.sk - 1)
     lo = gl.maximum(position - sizes.back, 0) // BLOCK_N
-    return lo, gl.maximum(gl.cdiv(gl.maximum(last + 1, 0), BLOCK_N), lo)
+    tiles = gl.maximum(gl.cdiv(gl.maximum(last + 1, 0), BLOCK_N) - lo, 0)
+    return lo + tiles * cut[0] // cut[1], lo + tiles * (cut[0] + 1) // cut[1]
 
 
 @gluon.jit
 def producer(sizes, place, rings, descriptors):
     """One warp: load the block's Q and dO once, and K and V tile by tile."""
-    row, batch, head = place
+    row, batch, head, cut = place
     q, do, k, v, loaded = rings
     q_desc, do_desc, k_desc, v_desc = descriptors
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
@@ -47,7 +48,7 @@ def producer(sizes, place, rings, descriptors):
     for w in gl.static_range(2):
         tma_load(q_desc, [batch, head, row + w * 64, 0], loaded.index(0), q.index(w))
         tma_load(do_desc, [batch, head, row + w * 64, 0], loaded.index(0), do.index(w))
-    lo, hi = key_tiles(sizes, row, BLOCK_N)
+    lo, hi = key_tiles(sizes, row, cut, BLOCK_N)
     for i in range(hi - lo):
         key = (hi - 1 - i) * BLOCK_N
         k.load(i, k_desc, batch, head // sizes.group, key)
@@ -57,9 +58,9 @@ def producer(sizes, place, rings, descriptors):
 @gluon.jit
 def consumer(sizes, place, rings, dq_desc, numbers, scale, W: gl.constexpr):
     """Warpgroup W: 64 query rows against the tiles of keys that they see."""
-    first_row, batch, head = place
+    first_row, batch, head, cut = place
     q_tiles, do_tiles, k, v, loaded = rings
-    lse2_ptr, delta_ptr = numbers
+    lse2_ptr, delta_ptr, sums_ptr = numbers
     dtype: gl.constexpr = q_tiles.dtype
     BLOCK_D: gl.constexpr = q_tiles.shape[4]
     BLOCK_N: gl.constexpr = k.tiles.shape[3]
@@ -67,7 +68,7 @@ def consumer(sizes, place, rings, dq_desc, numbers, scale, W: gl.constexpr):
     at = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator(BLOCK_N)))
     lse2 = gl.load(lse2_ptr + at)
     delta = gl.load(delta_ptr + at)
-    lo, hi = key_tiles(sizes, first_row, BLOCK_N)
+    lo, hi = key_tiles(sizes, first_row, cut, BLOCK_N)
     dq = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
     mbarrier.wait(loaded.index(0), 0)
     for i in range(hi - lo):
@@ -90,8 +91,11 @@ def consumer(sizes, place, rings, dq_desc, numbers, scale, W: gl.constexpr):
         ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), left_operand(BLOCK_D))
         dq = wait_products(warpgroup_mma(ds, k.tile(i), dq, is_async=True), 0, BLOCK_D)
         k.release(i)
-    # Q is not needed any more: its tile carries dQ away.
-    store_rows(dq_desc, batch, head, row, q_tiles.index(W), dq * scale)
+    if cut[1] > 1:
+        add_fragments(sums_ptr + row.to(gl.int64) * BLOCK_D, dq)
+    else:
+        # Q is not needed any more: its tile carries dQ away.
+        store_rows(dq_desc, batch, head, row, q_tiles.index(W), dq * scale)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -103,22 +107,28 @@ def attention_backward_dq(
     dq_desc,
     lse2_ptr,
     delta_ptr,
+    sums_ptr,
     sq,
     sk,
     back,
     ahead,
     heads,
     kv_heads,
+    pieces,
     scale,
     PLAN: gl.constexpr,
 ):
-    """A block computes dQ of 128 query rows of one head: grid (tiles * B * H,), the last rows of all heads first."""
+    """A block computes dQ of 128 query rows of one head, the last rows of all heads first: grid (tiles * B * H * pieces,).
+
+    With more than one piece of the keys, pieces are added to the sums of dQ, which `finish_backward` stores as rows.
+    """
     V_SLOTS: gl.constexpr = 1 if PLAN.block_d == 256 else 2
     sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
     tiles = gl.cdiv(sq, 128)
-    heads_total = gl.num_programs(0) // tiles
-    down = gl.program_id(0) // heads_total
-    flat = gl.program_id(0) - down * heads_total
+    heads_total = gl.num_programs(0) // (tiles * pieces)
+    program = gl.program_id(0) // pieces
+    down = program // heads_total
+    flat = program - down * heads_total
     batch = flat // heads
     row = (tiles - 1 - down) * 128
     shape: gl.constexpr = [2] + q_desc.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
@@ -130,10 +140,10 @@ def attention_backward_dq(
     mbarrier.init(loaded.index(0), count=1)
     wait_for_launch_before()
     let_next_launch_begin()  # dK's and dV's, which reads what was waited for here, and takes the SMs that the last blocks leave
-    place = (row, batch, flat - batch * heads)
+    place = (row, batch, flat - batch * heads, (gl.program_id(0) % pieces, pieces))
     rings = (q, do, k, v, loaded)
     first = flat.to(gl.int64) * tiles * 128
-    numbers = (lse2_ptr + first, delta_ptr + first)
+    numbers = (lse2_ptr + first, delta_ptr + first, sums_ptr + first * PLAN.block_d)
     gl.warp_specialize(
         [
             (consumer, (sizes, place, rings, dq_desc, numbers, scale, 0)),

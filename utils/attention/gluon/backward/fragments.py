@@ -3,7 +3,7 @@
 Blocks of keys add to the same rows of dQ, in fp32 and without an order. A thread of an m64n64 product holds, for each
 eight columns, two elements of row r and two of row r + 8: in row-major order that would be scattered pairs. Stored in
 the order (eight columns, thread, four elements) the four are neighbours, and a warp adds 512 consecutive bytes with one
-`red.v4.f32`. `finish_dq` brings the rows back into order.
+`red.v4.f32`. `finish_backward` brings the rows back into order.
 
     sums of dQ    (B * H, Sq / 64, D / 64, 8, 128, 4) fp32: pieces of 64 queries x 64 columns
     statistics    lse * log2(e) and delta = rowsum(dO * O), (B * H, rows), fp32, rows a multiple of the query tile
@@ -24,24 +24,9 @@ INFINITY = gl.constexpr(float("inf"))
 FLAT = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # of the sums' order: four elements of each thread
 
 
-@gluon.jit
-def to_fragments(x):
-    """[64, N] accumulator -> its elements in the order of the sum, [64 * N]: registers are renamed, not moved."""
-    blocks: gl.constexpr = x.shape[1] // 8
-    # row = 16 warp + 8 half + high, column = 8 block + 2 low + pair; thread = 32 warp + 4 high + low
-    flat = x.reshape([4, 2, 8, blocks, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * x.shape[1]])
-    return gl.convert_layout(flat, FLAT, assert_trivial=True)
-
-
-@gluon.jit
-def from_fragments(flat, N: gl.constexpr):
-    """Undo `to_fragments`: [64 * N] -> [64, N], an accumulator's layout."""
-    return flat.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, N])
-
-
 @gluon.constexpr_function
 def halves_layout(half):
-    """Layout of the two halves of `to_halves`, each of so many elements."""
+    """Layout of the two halves of `to_fragments`, each of so many elements."""
     registers = [[1], [2], [512], [1024], [2048], [4096]]
     return gl.DistributedLinearLayout(
         registers[: half // 4096 + 4], [[4], [8], [16], [32], [64]], [[128], [256], [half]], [], [2 * half]
@@ -49,14 +34,22 @@ def halves_layout(half):
 
 
 @gluon.jit
-def to_halves(x):
-    """`to_fragments` of two warpgroups' accumulator, one half behind the other: [128, N], or [64, 128] in columns of 64."""
-    HALF: gl.constexpr = x.shape[0] * x.shape[1] // 2
-    if x.shape[0] == 64:
-        flat = x.reshape([4, 2, 8, 2, 8, 4, 2]).permute([3, 4, 0, 2, 5, 1, 6])
-    else:
-        flat = x.reshape([2, 4, 2, 8, HALF // 512, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
-    return gl.convert_layout(flat.reshape([2 * HALF]), halves_layout(HALF), assert_trivial=True)
+def to_fragments(x):
+    """Return an accumulator in the order of the sum, flat: 64 rows of a warpgroup, or 128 of two, one half behind the other.
+
+    Registers are renamed, not moved.
+    """
+    HALVES: gl.constexpr = x.shape[0] // 64
+    HALF: gl.constexpr = 64 * x.shape[1]
+    # row = 64 half of two + 16 warp + 8 half + high, column = 8 block + 2 low + pair; thread = 32 warp + 4 high + low
+    flat = x.reshape([HALVES, 4, 2, 8, HALF // 512, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6]).reshape([HALVES * HALF])
+    return gl.convert_layout(flat, FLAT if HALVES == 1 else halves_layout(HALF), assert_trivial=True)
+
+
+@gluon.jit
+def from_fragments(flat, N: gl.constexpr):
+    """Undo `to_fragments` of one warpgroup: [64 * N] -> [64, N], an accumulator's layout."""
+    return flat.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, N])
 
 
 @gluon.jit
@@ -85,6 +78,7 @@ def start_backward(
     lse2_ptr,
     delta_ptr,
     dq_sums_ptr,
+    parts_ptr,
     counter_ptr,
     o_batch,
     o_head,
@@ -96,13 +90,14 @@ def start_backward(
     heads,
     head_dim,
     width,
+    for_parts,
     DLSE: gl.constexpr,
 ):
     """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (rows / 64, B * H).
 
     The last heads come first: the main kernel begins with the first ones, and finds theirs in the L2. Strides and
     head_dim are in units of 8 elements, so that the compiler knows of 16 bytes without a kernel for each stride.
-    width: columns of the sums in units of 64; 0 where dQ is not summed in memory.
+    width: columns of the sums in units of 64; 0 where dQ is not summed in memory. for_parts: pieces of 4096 zeros for sums of dK and dV.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     let_next_launch_begin()
@@ -126,6 +121,10 @@ def start_backward(
         i = gl.arange(0, 4096, FLAT)
         # Eight columns follow each other; nobody reads those behind the head dimension.
         gl.store(sums + piece * 4096 + i, gl.zeros([4096], gl.float32, FLAT), mask=i < (head_dim - piece * 8) * 512)
+    for piece in range(
+        gl.program_id(1) * gl.num_programs(0) + tile, for_parts, gl.num_programs(0) * gl.num_programs(1)
+    ):
+        gl.store(parts_ptr + piece * 4096 + gl.arange(0, 4096, FLAT), gl.zeros([4096], gl.float32, FLAT))
     delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
     for column in range(128, head_dim * 8, 128):
         keep = (r < sq)[:, None] & (column + d < head_dim * 8)
@@ -139,56 +138,6 @@ def start_backward(
         delta -= gl.load(dlse_ptr + head_total * sq + r, mask=r < sq, other=0.0)
     gl.store(lse2_ptr + head_total * rows + r, lse2)
     gl.store(delta_ptr + head_total * rows + r, delta)
-
-
-@gluon.jit
-def finish_part(parts_ptr, dv_ptr, dk_ptr, sizes, blocks, program, scale, TABLE: gl.constexpr):
-    """Add up the pieces of 64 rows and 32 columns of dV or dK of a block of keys, and store the sums' rows."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    sk, back, head_dim, width = sizes
-    blocks_n, section, total, whole, pieces = blocks
-    halves = gl.where(width == 4, 1, 2)  # of 64 keys; `wide_heads.py` has blocks of 64
-    own = program // (width * 4 * halves)
-    quarter = program // (width * 2) - own * 2 * halves  # dV and dK of the first 64 keys, dV and dK of the others
-    column = program % (width * 2) * 32
-    first = (own.to(gl.int64) * pieces * 2 * halves + quarter) * (width * 4096) + column * 64
-    parts = parts_ptr + first + gl.arange(0, 2048, FLAT)
-    sums = gl.zeros([2048], gl.float32, FLAT)
-    for _piece in range(pieces):
-        sums += gl.load(parts)
-        parts += halves * width * 8192
-    n, head = block_place(whole + own, blocks_n, section, total)
-    row, stop = n * 64 * halves, sk
-    if TABLE:
-        row, stop = tile_entry(back, n, sk, 0), tile_entry(back, n, sk, 1)
-    r = row + quarter // 2 * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
-    d = column + gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
-    at = (head.to(gl.int64) * sk + r) * (head_dim * 8) + d
-    keep = (r < stop) & (d < head_dim * 8)
-    x = gl.convert_layout(from_fragments(sums, 32), layout)
-    if quarter % 2 == 0:
-        gl.store(dv_ptr + at, x.to(dv_ptr.dtype.element_ty), mask=keep)
-    else:
-        gl.store(dk_ptr + at, (x * scale).to(dk_ptr.dtype.element_ty), mask=keep)
-
-
-@gluon.jit
-def finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, number, scale):
-    """Scale piece `number` of the sums, 64 queries x 64 columns, and store it as rows of dQ."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tile = number // width
-    piece = number - tile * width
-    tiles = gl.cdiv(sq, 128) * 2
-    head = (tile // tiles).to(gl.int64)
-    r = tile % tiles * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
-    d = piece * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    keep = (r < sq) & (d < head_dim * 8)
-    i = gl.arange(0, 4096, FLAT)
-    # Eight columns follow each other. What lies behind the head dimension was not cleared either.
-    sums = gl.load(sums_ptr + number.to(gl.int64) * 4096 + i, mask=i < (head_dim - piece * 8) * 512, other=0.0)
-    dq = gl.convert_layout(from_fragments(sums, 64), layout)
-    at = dq_ptr + (head * sq + r) * (head_dim * 8) + d
-    gl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=keep)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -212,16 +161,49 @@ def finish_backward(
     scale,
     TABLE: gl.constexpr,
 ):
-    """End a backward pass: grid (for_parts + pieces of dQ's sums,).
+    """Bring the sums' rows into order, 64 rows x 64 columns in a program: grid (for_parts + pieces of dQ's sums,).
 
-    head_dim is in units of 8 elements, so that the compiler knows of 16 bytes; width in 64 columns. for_parts: so many programs add
-    up pieces, four for each 64 keys x 64 columns. TABLE: `back` is the table of packed sequences.
+    head_dim is in units of 8 elements, so that the compiler knows of 16 bytes; width in 64 columns. for_parts: programs for dV and
+    dK of the blocks that were cut, of which each has `pieces` sums. TABLE: `back` is the table of packed sequences.
     """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     wait_for_launch_before()
+    i = gl.arange(0, 4096, FLAT)
     program = gl.program_id(0)
     if program < for_parts:
-        blocks = (blocks_n, section, total, whole, pieces)
-        finish_part(parts_ptr, dv_ptr, dk_ptr, (sk, back, head_dim, width), blocks, program, scale, TABLE)
+        halves = gl.where(width == 4, 1, 2)  # of 64 keys; `wide_heads.py` has blocks of 64
+        own = program // (width * 2 * halves)
+        quarter = program // width - own * 2 * halves  # dV and dK of the first 64 keys, dV and dK of the others
+        column = program % width * 64
+        n, head = block_place(whole + own, blocks_n, section, total)
+        row, stop = n * 64 * halves, sk
+        if TABLE:
+            row, stop = tile_entry(back, n, sk, 0), tile_entry(back, n, sk, 1)
+        row += quarter // 2 * 64
+        first = head.to(gl.int64) * sk
+        parts = parts_ptr + (own.to(gl.int64) * pieces * 2 * halves + quarter) * (width * 4096) + column * 64 + i
+        sums = gl.zeros([4096], gl.float32, FLAT)
+        for _piece in range(pieces):
+            sums += gl.load(parts)
+            parts += halves * width * 8192
+        out_ptr = dv_ptr
+        if quarter % 2 == 0:
+            scale = 1.0
+        else:
+            out_ptr = dk_ptr
     else:
-        # The last heads come first, whose sums are still in the L2.
-        finish_dq(sums_ptr, dq_ptr, sq, head_dim, width, gl.num_programs(0) - 1 - program, scale)
+        number = gl.num_programs(0) - 1 - program  # the last heads come first, whose sums are still in the L2
+        tile = number // width
+        column = (number - tile * width) * 64
+        tiles = gl.cdiv(sq, 128) * 2
+        row, stop = tile % tiles * 64, sq
+        first = (tile // tiles).to(gl.int64) * sq
+        # Eight columns follow each other. What lies behind the head dimension was not cleared either.
+        keep = i < (head_dim * 8 - column) * 64
+        sums = gl.load(sums_ptr + number.to(gl.int64) * 4096 + i, mask=keep, other=0.0)
+        out_ptr = dq_ptr
+    r = row + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    d = column + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    x = gl.convert_layout(from_fragments(sums, 64), layout) * scale
+    keep = (r < stop) & (d < head_dim * 8)
+    gl.store(out_ptr + (first + r) * (head_dim * 8) + d, x.to(out_ptr.dtype.element_ty), mask=keep)

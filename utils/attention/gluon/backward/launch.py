@@ -105,8 +105,9 @@ def _prepare(dout, q, k, v, out, lse, dlse, problem: tuple, step: int) -> tuple[
         from utils.attention.gluon.intervals import packed_keys
 
         packed = packed_keys(lengths, causal, window, plan.block_n, plan.block_m, q.device)
-    blocks = blocks_of(plan, q, k, processors(q.device), span(causal, window), packed.blocks if packed else ())
+    tiles = packed.blocks if packed else ()
+    blocks = blocks_of(plan, q, k, processors(q.device), span(causal, window), tiles, deterministic)
     order = best_order(blocks) if step == 6 else Order(1, 0)
-    g = Gradients(dout, q, k, v, out, lse, dlse, plan, order)
+    g = Gradients(dout, q, k, v, out, lse, dlse, plan, order, blocks.dq_pieces)
     found = launches(step, g, order, causal, window, scale, packed)
     return tuple([run(g, launch) for launch in found]), [g.dq, g.dk, g.dv, g.between]

@@ -5,13 +5,11 @@ queries: under a causal mask one to all of them, with grouped heads as many time
 things make SMs wait for each other at the end:
 
 - A long block that starts late. Heads come in sections that fit in the L2, the longest blocks of a section first. 16 heads
-  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size, and larger
-  where that makes up for it: packed sequences of 8 heads ended 3 and 7% earlier.
+  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size.
 - Fewer blocks than SMs, or a last round of few blocks. Then these blocks are cut into pieces (`shares.py`), if that gains more
   than the sums of the pieces cost. All pieces of a block come before the next block's, so that the last ones are short.
 
-The schedule is computed as a list schedule: each block goes to the SM that is free first, with costs that were fitted to
-recorded times. Of six orders at each of fourteen short shapes, the fastest was chosen thirteen times.
+In the schedule each block goes to the SM that is free first, with costs that were fitted to recorded times.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ L2_BYTES = 32 << 20
 # In tiles of queries, each 2.1 to 2.4 us, and 1.6 us of a wide head:
 BLOCK_TILES = 1.4, 4.7  # beginning and end of a block, and of a wide head's: the first K and Q, stores of dV and dK
 FINISH_TILES = 0.5, 2.0  # more work for the last kernel, which a wide head has for pieces alone
-ADD_TILES = 0.0061  # writing and reading a piece of 128 keys x 64 columns once more, of all SMs together
+PIECE_TILES = 2.9, 4.7  # beginning and end of a piece: its sums are in fp32
+ADD_TILES = 0.0061  # a sum of 128 keys x 64 columns, its zeros and reading it, of all SMs together
 DQ_TILES = 1.2, 3.0  # a tile of keys, and beginning and end, of a program of dQ's own kernel
-LARGE_GAIN = 0.97  # what is read from memory again costs so much: a guess, 30% were seen for all heads
 # Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
-MOST_BLOCKS = 8  # of an SM, that are scheduled one by one: those before them end at about the same time on all SMs
-PIECES = 2, 3, 4, 5, 6, 8, 12, 16  # of a block
+MOST_BLOCKS = 10  # of an SM, that are scheduled one by one: those before them end at about the same time on all SMs
+PIECES = range(2, 13)  # of a block
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,8 @@ class Blocks:
     fit: int  # heads of keys that fit in the L2 together
     sms: int
     width: int = 128  # columns
-    dq: tuple[int, ...] = ()  # tiles of keys that each program of dQ's own kernel sees
+    dq: tuple[int, ...] = ()  # tiles of keys that each 128 rows of dQ's own kernel see
+    dq_pieces: int = 1  # of these, each a program
 
     @property
     def count(self) -> int:
@@ -84,7 +83,7 @@ def query_tiles(sq: int, sk: int, block_m: int, block_n: int, back: int, ahead: 
 
 
 def blocks_of(
-    plan: BackwardPlan, q: torch.Tensor, k: torch.Tensor, sms: int, reach: tuple[int, int], tiles: tuple[int, ...] = ()
+    plan: BackwardPlan, q: torch.Tensor, k: torch.Tensor, sms: int, reach: tuple, tiles=(), deterministic=False
 ) -> Blocks:
     """Return the blocks of a launch; reach: back and ahead of `query_tiles`; tiles: those of packed sequences' blocks."""
     (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape
@@ -94,7 +93,8 @@ def blocks_of(
     keys = 128 if plan.block_d == 64 else 64
     # To a query, keys are what queries are to a key. The last rows come first.
     dq = () if plan.dq else query_tiles(sk, sq, keys, 128, *reach[::-1])[::-1]
-    return Blocks(tiles, batch * kv_heads, heads // kv_heads, fit, sms, plan.block_d, dq)
+    few = sms // (2 * batch * heads * len(dq)) if not deterministic and max(dq, default=0) >= 32 else 1
+    return Blocks(tiles, batch * kv_heads, heads // kv_heads, fit, sms, plan.block_d, dq, max(1, few))
 
 
 @functools.lru_cache(maxsize=2)
@@ -120,33 +120,29 @@ def schedule_tiles(blocks: Blocks, order: Order) -> float:
     """Return how long an order takes, in tiles, with the kernel that adds up the pieces."""
     tiles, pieces, wide = in_order(blocks, order.section), order.pieces, blocks.width == 256
     # The programs of dQ's own kernel begin before the others.
-    costs = [DQ_TILES[0] * n + DQ_TILES[1] for n in blocks.dq for _ in range(blocks.heads * blocks.group)]
+    numbers = range(blocks.heads * blocks.group * blocks.dq_pieces)
+    costs = [DQ_TILES[0] * n / blocks.dq_pieces + DQ_TILES[1] for n in blocks.dq for _ in numbers]
     costs += [n + BLOCK_TILES[wide] for n in tiles[: order.whole]]
     rest = tiles[order.whole :]
-    costs += [n * (i + 1) // pieces - n * i // pieces + BLOCK_TILES[wide] for n in rest for i in range(pieces)]
+    costs += [n * (i + 1) // pieces - n * i // pieces + PIECE_TILES[wide] for n in rest for i in range(pieces)]
+    sums = order.slots // (1 if blocks.dq else pieces)
     first = max(len(costs) // blocks.sms - MOST_BLOCKS, 0) * blocks.sms
     end = sum(costs[:first]) / blocks.sms + list_schedule(costs[first:], blocks.sms)
-    return end + (FINISH_TILES[wide] + ADD_TILES * (blocks.width // 64) * order.slots if rest else 0)
+    return end + (FINISH_TILES[wide] + ADD_TILES * (blocks.width // 64) * sums if rest else 0)
 
 
 @functools.lru_cache(maxsize=512)
 def best_order(blocks: Blocks) -> Order:
-    """Return the order that ends first: of whole blocks, or with those of the last round or section, or all, in pieces."""
-    # Even sections of heads that fit in the L2, or twice as large. Heads that run at the same time anyway need not fit.
-    sections = -(-blocks.heads // max(blocks.fit, -(-blocks.sms // len(blocks.tiles))))
-    small, large = (-(-blocks.heads // n) for n in (sections, -(-sections // 2)))
-
-    def time(order: Order) -> float:
-        return schedule_tiles(blocks, order) / (LARGE_GAIN if order.section > small else 1)
-
+    """Return the order that ends first: of whole blocks, or with those of the last round or section in pieces."""
+    # Even sections of heads that fit in the L2. Heads that run at the same time anyway need not fit.
+    section = -(-blocks.heads // -(-blocks.heads // max(blocks.fit, -(-blocks.sms // len(blocks.tiles)))))
+    time, found = functools.partial(schedule_tiles, blocks), Order(section, blocks.count)
+    last = (blocks.heads - 1) // section * section * len(blocks.tiles)  # the last section's first block
     cut = [
         Order(section, whole, pieces, (blocks.count - whole) * pieces)
-        for section in sorted({small, large})
-        for last_section in [(blocks.heads - 1) // section * section * len(blocks.tiles)]
-        for whole in (0, last_section, blocks.count - blocks.count % blocks.sms)
+        for whole in (last, blocks.count - blocks.count % blocks.sms)
         for pieces in PIECES
         if 0 < (blocks.count - whole) * pieces <= MOST_BLOCKS * blocks.sms
     ]
-    found = min([Order(small, blocks.count), Order(large, blocks.count)], key=time)
     best = min(cut, key=time, default=found)
     return best if time(best) < PIECES_GAIN * time(found) else found

@@ -186,7 +186,7 @@ class Part:
     hi: gl.tensor
     at: gl.tensor  # first tile of this part
     count: gl.tensor  # number of tiles
-    slot: gl.tensor  # where the sums of this part go (`shares.py`); -1: this is all of the block
+    slot: gl.tensor  # where this part goes (`shares.py`); -1: this is all of the block
 
     @gluon.jit
     def begin(self, sizes):
@@ -242,10 +242,10 @@ def numbered_part(sizes, blocks, number):
     slot = piece - 1
     pieces = piece + 1
     if number >= whole:
-        slot = number - whole
         pieces = pieces_each
-        piece = slot % pieces
-        block = whole + slot // pieces
+        piece = (number - whole) % pieces
+        block = whole + (number - whole) // pieces
+        slot = block - whole if sizes.PLAN.dq else number - whole
     n, flat = block_place(block, blocks_n, section, total)
     return part_of(sizes, n, flat, piece, pieces, slot)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from utils.attention.gluon.plan import block_head_dim
 
-STEPS = {1: "one warpgroup, synchronous, atomics", 3: "warp-specialized", 6: "one consumer, a warp that stores dQ"}
+STEPS = 1, 3, 6
 EVERYTHING = 1 << 29  # a window in which all keys lie; a sum of two positions and a window fits in 32 bits
 
 
@@ -32,7 +32,7 @@ _TILES = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: 
 
 
 def plan_for(step: int, head_dim: int, deterministic: bool = False, mask: str = "ends") -> BackwardPlan:
-    """Return the plan of step 1, 3 or 6; at head dimension 256 step 6 is the kernel of `wide_heads.py`, whose bits repeat always."""
+    """Return the plan of step 1, 3 or 6; at head dimension 256 step 6 is the kernel of `wide_heads.py`."""
     if step not in STEPS or (step < 6 and (deterministic or head_dim > 128)):
         raise ValueError(
             f"The backward ladder has the steps 1, 3, 6; 1 and 3 take head dimensions up to 128, and are not deterministic. "

@@ -5,9 +5,10 @@ asked for the last tile of the one before, tells the other roles its part throug
 dV and dK leave: a block that is launched for itself begins with an empty SM. The first `whole` numbers are blocks.
 
 Few blocks leave SMs without work: 72 blocks on 132 SMs, or the 68 that are left of 2048 in the last round. These are cut into equal
-pieces (`order.py`), which leave dK and dV in memory, fp32; `finish_backward` adds up those of a block, always in the same order.
+pieces (`order.py`), which add dK and dV to sums in fp32, as dQ is added. Where bits must repeat each piece has a place of its own,
+and `finish_backward` adds up those of a block, always in the same order.
 
-    parts of dK and dV    (pieces, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
+    parts of dK and dV    (blocks or pieces, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -16,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from utils.attention.gluon.backward.fragments import to_fragments, to_halves
+from utils.attention.gluon.backward.fragments import to_fragments
 from utils.attention.gluon.backward.pipeline import Part
 from utils.attention.gluon.shared import aggregate, uniform
 
@@ -40,12 +41,6 @@ class Share:
             number = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
             self.told.index(slot * 11 + i).store(number)
         mbarrier.arrive(self.full.index(slot), count=1)
-
-    @gluon.jit
-    def tell_end(self, turn):
-        """Producer: tell the other roles that there is no part number `turn`."""
-        none = turn * 0 - 1
-        self.tell(Part(none, none, none, none, none, none, none, none, none, none, none), turn)
 
     @gluon.jit
     def field(self, turn, i, WARPS: gl.constexpr):
@@ -86,10 +81,15 @@ def make_share(READERS: gl.constexpr):
 
 
 @gluon.jit
-def store_part(parts_ptr, slot, x, WHICH: gl.constexpr):
-    """Store a part of dV (WHICH = 0) or dK (1), fp32, not scaled: of 128 keys, or of a warpgroup's 64."""
+def leave_part(parts_ptr, slot, x, WHICH: gl.constexpr, PLAN: gl.constexpr):
+    """Store or add a part of dV (WHICH = 0) or dK (1), fp32, not scaled: of 128 keys, or of a warpgroup's 64."""
     HALVES: gl.constexpr = x.shape[0] // 64
     HALF: gl.constexpr = 64 * x.shape[1]
-    flat = to_halves(x) if HALVES == 2 else to_fragments(x)
+    flat = to_fragments(x)
     i = gl.arange(0, HALVES * HALF, flat.type.layout)
-    gl.store(parts_ptr + ((slot.to(gl.int64) * HALVES + i // HALF) * 2 + WHICH) * HALF + i % HALF, flat)
+    at = parts_ptr + ((slot.to(gl.int64) * HALVES + i // HALF) * 2 + WHICH) * HALF + i % HALF
+    if PLAN.dq:
+        # Eight columns follow each other; those behind `depth` are zeros.
+        gl.atomic_add(at, flat, mask=i % HALF < (PLAN.depth if PLAN.depth > 0 else x.shape[1]) * 64, sem="relaxed")
+    else:
+        gl.store(at, flat)

@@ -22,9 +22,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from utils.attention.gluon.backward.fragments import to_halves
-from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, numbered_part
-from utils.attention.gluon.backward.shares import make_share, store_part
+from utils.attention.gluon.backward.fragments import to_fragments
+from utils.attention.gluon.backward.pipeline import SIZES, Part, allocate_work, load_part, make_sizes, numbered_part
+from utils.attention.gluon.backward.shares import leave_part, make_share
 from utils.attention.gluon.shared import (
     accumulator,
     in_flight,
@@ -105,7 +105,9 @@ def leave_dq(leave, dq, i):
     """Leave dQ of load number i where the storing warp reads it."""
     sums_desc, tiles, empty = leave
     mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
-    tiles.reshape([8192]).store(to_halves(dq))
+    if dq.shape[0] == 64:  # the second warpgroup's columns become rows 64 .. 127
+        dq = dq.reshape([64, 2, 64]).permute([1, 0, 2]).reshape([128, 64])
+    tiles.reshape([8192]).store(to_fragments(dq))
     pass_by(LEFT, 288)
 
 
@@ -226,8 +228,8 @@ def consumer(work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_
         part = share.read(turn, 8)
         done += part.count
         if part.slot >= 0:
-            store_part(parts_ptr, part.slot, dv, 0)
-            store_part(parts_ptr, part.slot, dk, 1)
+            leave_part(parts_ptr, part.slot, dv, 0, work.sizes.PLAN)
+            leave_part(parts_ptr, part.slot, dk, 1, work.sizes.PLAN)
         else:
             store_keys(work.sizes, dv_out, part, ds_tiles, dv)
             if BLOCK_D > 64:
@@ -258,7 +260,8 @@ def producer(work, share, blocks, counter, freed, descriptors):
         turn += 1
         # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
         number = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-    share.tell_end(turn)
+    none = number * 0 - 1  # there is no part behind these
+    share.tell(Part(none, none, none, none, none, none, none, none, none, none, none), turn)
 
 
 @gluon.jit

@@ -1,8 +1,7 @@
 """Head dimension 256, where dK and dV of 64 keys fill the registers of a warpgroup each.
 
 The products are split: one consumer computes S^T and dV, the other dP^T, dS and dK. P goes from the first to the second in
-fp32 through shared memory. dQ is computed by a kernel of its own (`dq.py`), which is faster here than adding it up, and gives
-the same bits each time.
+fp32 through shared memory. dQ is computed by a kernel of its own (`dq.py`), which is faster here than adding it up.
 
     part          what
     tile          64 queries x 64 keys
@@ -19,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from utils.attention.gluon.backward.fragments import FLAT, from_fragments, store_rows, to_fragments
 from utils.attention.gluon.backward.pipeline import SIZES, allocate_work, load_part, make_sizes, numbered_part, rows_of
-from utils.attention.gluon.backward.shares import store_part
+from utils.attention.gluon.backward.shares import leave_part
 from utils.attention.gluon.backward.step3_warp_specialized import probabilities
 from utils.attention.gluon.shared import accumulator, left_operand, start_scores, wait_products
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
@@ -50,7 +49,7 @@ def first_consumer(work, part, exchange, parts_ptr, dv_desc):
     # dO's first tile carries dV away: the other consumer has read the last dO when it has read the last P.
     mbarrier.wait(p_empty, (part.count & 1) ^ 1)
     if part.slot >= 0:
-        store_part(parts_ptr, part.slot, dv, 0)
+        leave_part(parts_ptr, part.slot, dv, 0, work.sizes.PLAN)
     else:
         store_rows(dv_desc, part.batch, part.kv_head, part.key, work.do.tiles.index(0), dv)
     if gl.program_id(0) == 0:
@@ -80,7 +79,7 @@ def second_consumer(work, part, exchange, parts_ptr, dk_desc):
         work.q.release(i)
     # V is read by this consumer alone: its tile carries dK away.
     if part.slot >= 0:
-        store_part(parts_ptr, part.slot, dk, 1)
+        leave_part(parts_ptr, part.slot, dk, 1, work.sizes.PLAN)
     else:
         store_rows(dk_desc, part.batch, part.kv_head, part.key, work.v, dk * work.scale)
 
