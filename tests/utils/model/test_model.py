@@ -302,7 +302,9 @@ def wrong_calls():
         "position_ids must count up from 6": step(position_ids=at - 1),
         "position_embeddings must count up from 6": step(position_embeddings=embed(built, token, at + 1)),
         "position_ids must count up from 0": lambda: prefill_forward(layer, x, ids + 1, emb),
-        "position_embeddings must count up from 0": lambda: prefill_forward(layer, x, ids, embed(built, x, ids.flip(1))),
+        "position_embeddings must count up from 0": lambda: prefill_forward(
+            layer, x, ids, embed(built, x, ids.flip(1))
+        ),
         "it must be one position": step(cache_positions=torch.tensor([6, 6])),
         "pass prefill_hidden_states": step(**no_cache),
         "batch and hidden size must agree": step(**no_cache, prefill_hidden_states=x[:1]),
