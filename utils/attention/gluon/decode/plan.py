@@ -43,8 +43,9 @@ SHORT_BYTES = 1 << 21
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
 # Programs in clusters for each block of 128 keys of the longest share, at head dimension 128: with longer shares the SMs that clusters
-# leave out would read more than the second launch costs. Clusters up to this take 0.67 to 1.1 of the time of the other kernels.
-CLUSTER_PROGRAMS = 4
+# leave out would read more than the second launch costs. Clusters up to this take 0.67 to 1.1 of the time of the other kernels; with
+# more than 8 query rows, whose products take longer, they need more: at 4 up to 1.14 of it.
+CLUSTER_PROGRAMS, CLUSTER_PROGRAMS_OF_ROWS = 4, 7
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,8 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     if parts < 16 and shape.rows <= 8 and shape.head_dim == 128 and equal:
         return parts
     longest = -(-blocks // parts)  # share of a program
-    return parts if 128 * CLUSTER_PROGRAMS * (longest - 1) < shape.head_dim * heads * parts else 0
+    least = CLUSTER_PROGRAMS if shape.rows <= 8 else CLUSTER_PROGRAMS_OF_ROWS
+    return parts if 128 * least * (longest - 1) < shape.head_dim * heads * parts else 0
 
 
 def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
