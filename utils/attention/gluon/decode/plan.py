@@ -37,7 +37,7 @@ MERGE_BYTES = 1 << 11
 # over 42 calls. Not with two consumers and many times as many heads as SMs: up to 1.2 of it.
 ONE_HEAD_KEYS = 1024
 # Of a head's keys and values: up to here tiles of 64 query rows that run at the same time are faster than half as many of 128, by 1.05
-# to 1.5; with half as many of them longer heads are, too.
+# to 1.5; with a quarter as many of them longer heads are, too.
 SHORT_BYTES = 1 << 21
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
@@ -121,7 +121,7 @@ TILES: dict[tuple, Plan] = {
     **{("rows", d, 1): Plan(d, n, 64, slots, consumers=1, per_sm=1 + (d == 64)) for d, (n, slots) in ROWS.items()},
     # With as many heads as SMs two programs share one: 1.05 times as fast over 15 calls, 1.3 at most; with fewer heads 0.84 to 1.03.
     ("keys of many heads", 128): Plan(128, 64, MANY_ROWS, 4, per_sm=2),
-    # Also over small pages whatever the number of heads: while one program waits for pages the other one computes.
+    # Also over small pages, with one program an SM for few heads: while one program waits for pages the other one computes.
     ("rows of many heads", 128): Plan(128, 64, 64, 4, consumers=1, per_sm=2),
     **{("rows", d, 2): Plan(d, n, 128, slots, consumers=2) for d, (n, slots) in ROWS.items() if d > 64},
     # For head dimension 64, too: the columns behind it are zeros, and cost no bytes.
@@ -231,7 +231,8 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
         return 0
     # Few rows of equal lengths: programs of clusters read as fast as all SMs, but for clusters of 16, which lie in half of the GPCs.
     equal = shape.batch == 1 or not shape.lengths
-    if parts < 16 and shape.rows <= 8 and shape.head_dim == 128 and equal:
+    fast = shape.head_dim == 128 or (shape.width == 128 and heads * parts > 100)
+    if parts < 16 and shape.rows <= 8 and fast and equal:
         return parts
     longest = -(-blocks // parts)  # share of a program
     least = CLUSTER_PROGRAMS if shape.rows <= 8 else CLUSTER_PROGRAMS_OF_ROWS
@@ -248,7 +249,7 @@ def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
     tiles = heads * -(-rows // 64)
     small_pages = 0 < shape.page < SMALL_PAGE
     if rows > 64 and width > 64 and not small_pages:
-        at_once = multiprocessors if shape.bytes <= SHORT_BYTES * heads else multiprocessors // 2
+        at_once = multiprocessors if shape.bytes <= SHORT_BYTES * heads else multiprocessors // 4
         unequal = shape.lengths and shape.seen <= ONE_HEAD_KEYS and width == 128
         if tiles > at_once and not unequal:
             return TILES["rows", width, 2]
@@ -277,7 +278,11 @@ def arrange(shape: Shape, multiprocessors: int) -> Arrangement:
     if parts:
         return Arrangement(plan, heads * parts, parts=parts, hint=hint)
     tiles = -(-shape.rows // plan.columns)
-    shared = heads * tiles >= multiprocessors or plan.fp8 or 0 < shape.page < SMALL_PAGE
+    shared = (
+        heads * tiles >= multiprocessors
+        or plan.fp8
+        or (0 < shape.page < SMALL_PAGE and 16 * heads * tiles >= multiprocessors)
+    )
     places = max(1, multiprocessors * (plan.per_sm if shared else 1) // tiles)
     whole = takes_whole_heads(shape, plan, heads, places)
     few = heads * tiles * shape.bytes <= HALF_BYTES and not shape.fp8
