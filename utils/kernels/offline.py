@@ -7,7 +7,6 @@ whether results are right.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import subprocess
@@ -27,10 +26,10 @@ class Assembly:
     """One kernel compiled.
 
     registers: at launch, before setmaxnreg moves them between warpgroups. columns: of Blackwell's tensor memory.
-    covered_barriers: see the function of this name.
     """
 
     name: str
+    ttgir: str
     ptx: str
     sass: str
     shared_bytes: int
@@ -38,7 +37,6 @@ class Assembly:
     spill_bytes: int
     stack_bytes: int
     warnings: tuple[str, ...]
-    covered_barriers: list[str]
     columns: int = 0
 
     def count(self, pattern: str, where: str = "sass") -> int:
@@ -107,6 +105,7 @@ def read_assembly(compiled, name: str) -> Assembly:
 
     return Assembly(
         name,
+        compiled.asm["ttgir"],
         compiled.asm["ptx"],
         disassemble(compiled.asm["cubin"]),
         compiled.metadata.shared,
@@ -114,38 +113,5 @@ def read_assembly(compiled, name: str) -> Assembly:
         total(r"(\d+) bytes spill (?:stores|loads)"),
         total(r"(\d+) bytes stack frame"),
         tuple(line.strip() for line in report.splitlines() if "warning" in line.lower() or "C75" in line),
-        covered_barriers(compiled.asm["ttgir"], int(target[1][3:-1])),
         getattr(compiled.metadata, "tmem_size", None) or 0,
     )
-
-
-def covered_barriers(ttgir: str, capability: int = HOPPER) -> list[str]:
-    """Return the mbarriers, by their names in Triton's IR, in whose shared memory the compiler puts something else too.
-
-    It gives a barrier's place to what is allocated behind the last line that names it, while a copy may still complete on it.
-    PTX forbids that without mbarrier.inval: on an H200 such tiles had nan at the barriers' places.
-    """
-    from triton._C.libtriton import ir, nvidia, passes
-
-    context = ir.context()
-    ir.load_dialects(context)
-    nvidia.load_dialects(context)
-    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
-        file.write(ttgir)
-        file.flush()
-        module = ir.parse_mlir_module(file.name, context)
-    manager = ir.pass_manager(context)  # as Triton goes on from here, up to the places
-    passes.convert.add_scf_to_cf(manager)
-    passes.gluon.add_inliner(manager)
-    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, capability, 80)
-    manager.run(module, "places in shared memory")
-    barriers, places = {}, []
-    for line in re.findall(r".*allocation\.offset = .*", str(module)):
-        begin = int(line.split("allocation.offset = ")[1].split(" ")[0])
-        buffer = re.search(r"(%\S+) = ttg\.local_alloc .*memdesc<([\dx]+)x[a-z]+(\d+)", line)
-        # The IR does not say how much other operations, such as a sum over warps, store on their way: a byte at the least.
-        size = math.prod(map(int, buffer[2].split("x"))) * int(buffer[3]) // 8 if buffer else 1
-        places.append(range(begin, begin + size))
-        if buffer and re.search(r"memdesc<(?:\d+x)?1xi64", line):
-            barriers[buffer[1]] = places[-1]
-    return [name for name, b in barriers.items() if sum(p.start < b.stop and b.start < p.stop for p in places) > 1]

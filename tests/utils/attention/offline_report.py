@@ -6,6 +6,7 @@ A process of its own, because a wrong target aborts.
 import json
 import sys
 
+from tests.utils.barrier_places import covered_barriers
 from utils.attention.gluon.offline import compile_step
 
 PATTERNS = {
@@ -33,7 +34,7 @@ def main() -> None:
         row |= {
             "registers": kernel.registers,
             "spill_bytes": kernel.spill_bytes,
-            "covered_barriers": kernel.covered_barriers,
+            "covered_barriers": covered_barriers(kernel.ttgir),
             "stack_bytes": kernel.stack_bytes,
             "shared_bytes": kernel.shared_bytes,
             "warnings": kernel.warnings,

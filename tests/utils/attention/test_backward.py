@@ -362,10 +362,10 @@ def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
 
     code = (
         "import json; from utils.attention.gluon.backward.offline import compile_backward\n"
-        "from utils.kernels.handle import parameters\n"
+        "from tests.utils.barrier_places import covered_barriers; from utils.kernels.handle import parameters\n"
         f"for step, head_dim, deterministic in {COMPILED!r}:\n"
         "    a = compile_backward(step, head_dim, deterministic=deterministic)\n"
-        "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings, a.covered_barriers, a.count('MUFU.EX2'), a.count('HGMMA.64x80x16')]))\n"
+        "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings, covered_barriers(a.ttgir), a.count('MUFU.EX2'), a.count('HGMMA.64x80x16')]))\n"
         "for mask, number, most in ('ends', 0, 0), ('ends', -1, 0), ('packed', -2, 128), ('packed', -1, 0):\n"  # bytes around its loops
         "    a = compile_backward(6, mask=mask, number=number)\n"
         "    sizes = [size for _, size in parameters(a.ptx)]  # what a kept launch packs: descriptors, and two pointers of Triton's last\n"

@@ -395,6 +395,7 @@ PROGRAM = """
 import json
 from dataclasses import replace
 from tests.utils.attention.test_decode import COMPILED
+from tests.utils.barrier_places import covered_barriers
 from utils.attention.gluon.decode.offline import compile_decode
 from utils.attention.gluon.decode.plan import TILES
 from utils.kernels.assembling import assemble, policy_copies
@@ -408,7 +409,7 @@ for key, box in COMPILED:
     products = [part.split("DEPBAR.LE gsb0, 0x0")[0] for part in found.sass.split("DEPBAR.LE gsb0, 0x1")[1:]]
     reports.append([found.spill_bytes, found.shared_bytes, found.count("wgmma.mma_async", "ptx"),
                     changed.count("L2::cache_hint"), found.count("cp.async.bulk.tensor", "ptx"), found.count("STAS"),
-                    len(found.covered_barriers), found.count("griddepcontrol", "ptx"),
+                    len(covered_barriers(found.ttgir)), found.count("griddepcontrol", "ptx"),
                     min((part.count("MUFU.EX2") for part in products), default=0),
                     sum("maxnreg" in w or "wgmma" in w for w in found.warnings)])
 assert assembled

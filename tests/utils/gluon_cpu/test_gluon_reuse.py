@@ -83,10 +83,11 @@ def test_memory_that_is_free_is_not_reported(launch, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case, covered", [("", ["%bar"]), ("ended", [])])
 def test_a_tile_in_a_barriers_place_is_found_in_what_is_compiled(case, covered):
-    from utils.kernels.offline import compile_gluon, read_assembly
+    from tests.utils.barrier_places import covered_barriers
+    from utils.kernels.offline import compile_gluon
 
     kinds = zip(("a_desc", "c_desc"), ("fp16", "fp32"), (torch.half, torch.float), strict=True)
     tiles = {name: (kind, descriptor(torch.zeros(64, 64, dtype=dtype), [64, 64])) for name, kind, dtype in kinds}
     signature = {name: f"tensordesc<{kind}[64, 64],{tile.layout!r}>" for name, (kind, tile) in tiles.items()}
     compiled = compile_gluon(kernels.barrier_then_tile, signature, {"CASE": case})
-    assert read_assembly(compiled, "").covered_barriers == covered
+    assert covered_barriers(compiled.asm["ttgir"]) == covered

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.utils.barrier_places import covered_barriers
 from tests.utils.kernels.products import assert_product, matrix
 from utils.kernels.gemm_plan import KERNELS, PLANS, SPLITS, Plan
 
@@ -39,7 +40,7 @@ def test_the_assembly_does_what_the_header_says(plan, dtype, tmp_path, monkeypat
     kernel = read_assembly(compile_for_hopper(plan, dtype), plan.name)
     kind = dtype.replace("fp", "f")
     assert kernel.count(r"\b(?:LDL|STL)\b") == kernel.spill_bytes == kernel.count("HMMA") == 0
-    assert kernel.shared_bytes <= 232448 and kernel.covered_barriers == []
+    assert kernel.shared_bytes <= 232448 and covered_barriers(kernel.ttgir) == []
     assert kernel.count(r"prefetch\.tensormap", "ptx") == len(plan.boxes)
     # Of a whole tile, and in the loop over sums of parts.
     assert kernel.count("UTMASTG") == plan.pieces + 1
