@@ -152,7 +152,10 @@ def create_decode_inputs_with_cache(
     whole_numbers(current_seq_len=current_seq_len)
     hidden_states, _ = create_prefill_inputs(batch_size, 1, hidden_size, dtype, device)
     cache_positions = torch.full((1,), current_seq_len, device=hidden_states.device)
-    return hidden_states, cache_positions.repeat(batch_size, 1), cache_positions
+    position_ids = cache_positions.repeat(batch_size, 1)
+    for positions in (position_ids, cache_positions):  # a step in a loop waits for no GPU
+        remember_position(positions, current_seq_len)
+    return hidden_states, position_ids, cache_positions
 
 
 def create_decode_inputs_without_cache(
@@ -238,8 +241,8 @@ def decode_forward(
         use_kv_cache: True uses the next two arguments, False uses `prefill_hidden_states`.
         past_key_values: the cache, filled by `prefill_forward`.
         cache_positions: (1,), the new token's position, which is the number of tokens before it. Decoding again at an
-            earlier position overwrites it and drops the later tokens. Positions on a GPU are read once for a check: warm
-            up before timing.
+            earlier position overwrites it and drops the later tokens. Positions on a GPU that
+            `create_decode_inputs_with_cache` did not make are read once for a check: warm up before timing.
         prefill_hidden_states: all tokens before the new token, (B, S, hidden_size).
         attend: with a cache, the attention to use in place of the layer's own: called as attend(q, keys, values,
             seqlens=..., scale=..., causal=False), such as `utils.attention.attention_decode`. None: the layer's own.
@@ -354,7 +357,7 @@ def _attention_mask(layer: torch.nn.Module, visible: torch.Tensor, dtype: torch.
     return visible[None, None]
 
 
-# ---- checks: of shapes, dtypes and devices; of positions as far as they are known without a wait -----------
+# ---- checks: of shapes, dtypes and devices; and of positions, which are read from a GPU once at most --------
 
 
 def _check_inputs(
@@ -393,6 +396,5 @@ def _check_positions(first: int | None, position_ids: torch.Tensor, position_emb
     given = first_position(position_ids), known_position(position_embeddings[0])
     for name, begin in zip(("position_ids", "position_embeddings"), given, strict=True):
         if None not in (first, begin) and first != begin:
-            raise ValueError(
-                f"{name} must count up from {first}, the first token's position: make both anew for these tokens"
-            )
+            alike = "position_ids, the rotary embedding and cache_positions are of the same tokens"
+            raise ValueError(f"{name} must count up from {first}, the first token's position: {alike}")
