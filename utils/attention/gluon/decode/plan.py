@@ -223,11 +223,8 @@ def cluster_parts(shape: Shape, multiprocessors: int) -> int:
     heads = shape.batch * shape.kv_heads
     blocks = -(-shape.keys // 128)
     parts = next((n for n, fitting in FITTING_CLUSTERS.items() if heads <= fitting and n < max(2 * blocks, 4)), 0)
-    if (
-        not parts
-        or shape.width == 256
-        or (shape.width == 64 and shape.rows > 8 and 2 * heads * parts > multiprocessors)
-    ):
+    slow = shape.width == 256 or (shape.width == 64 and shape.rows > 8 and 2 * heads * parts > multiprocessors)
+    if not parts or slow:
         return 0
     # Few rows of equal lengths: programs of clusters read as fast as all SMs, but for clusters of 16, which lie in half of the GPCs.
     equal = shape.batch == 1 or not shape.lengths
