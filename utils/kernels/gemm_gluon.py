@@ -35,16 +35,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from utils.kernels.early_launch import instruct, let_next_launch_begin, wait_for_launch_before
-from utils.kernels.gemm_work import BLOCK_K, STEP, Work, allocate_ring, fill, join_cluster, know, operands, store_item
+from utils.kernels.gemm_work import STEP, Work, allocate_ring, fill, join_cluster, know, operands, store_item
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
-
-
-@gluon.constexpr_function
-def width_mark(plan):
-    """The mark of products as wide as a plan's tile."""
-    return f"mov.u32 $0, 0; // width {plan.block_n}"
 
 
 @gluon.jit
@@ -62,17 +56,19 @@ def zeros(PLAN: gl.constexpr):
 def products(work, ring, acc, source, before, first, last, TILE: gl.constexpr):
     """Add the products of steps `first` to `last` of a tile; there were `before` steps in other tiles."""
     STAGES: gl.constexpr = work.PLAN.stages
+    WIDTH: gl.constexpr = TILE.block_n
+    MARK: gl.constexpr = f"mov.u32 $0, 0; // width {WIDTH}"
     before -= first
     for k in range(first, last):
         a, b = operands(work, ring, before + k)
-        instruct(width_mark(TILE))
+        instruct(MARK)
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])  # only now has the slot before been read
         if TILE.short:
             # By all four warps: without this one warp would refill it under the others.
             gl.barrier()
             later = k - 1 + STAGES
-            fill(work, ring, before + later, source, later * BLOCK_K, TILE, (k > first) & (later < last))
+            fill(work, ring, before + later, source, later, (k > first) & (later < last))
         else:
             # It may be refilled. It was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
             mbarrier.arrive(ring[3].index((before + k - 1 + STAGES) % STAGES), count=1, pred=k > first)
@@ -88,8 +84,8 @@ def consumer(work, ring, out, partial):
     PLAN: gl.constexpr = work.PLAN
     NARROWEST: gl.constexpr = PLAN.narrowest
     step = 0
-    wait_for_launch_before()
     join_cluster(PLAN)
+    wait_for_launch_before()
     for item in range(gl.program_id(0) // PLAN.cluster, work.items, gl.num_programs(0) // PLAN.cluster):
         first, last, row, column = work.locate(item)
         acc = zeros(PLAN)
@@ -102,37 +98,27 @@ def consumer(work, ring, out, partial):
 
 
 @gluon.jit
-def copies(work, ring, source, step, first, last, TILE: gl.constexpr):
-    """Producer: fetch A and B for steps `first` to `last` of a tile, before which there were `step` others."""
-    step -= first
-    for k in range(first, last):
-        # Without this wait TMA would overwrite what a consumer still reads, another block's too where it shares the
-        # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
-        i = step + k
-        mbarrier.wait(ring[3].index(i % work.PLAN.stages), i // work.PLAN.stages & 1 ^ 1)
-        fill(work, ring, i, source, k * BLOCK_K, TILE)
-
-
-@gluon.jit
 def producer(work, ring, a_desc, b_desc):
     """One warp: keep the ring full. `step` counts slots filled since the start, across tiles."""
     PLAN: gl.constexpr = work.PLAN
-    NARROWEST: gl.constexpr = PLAN.narrowest
     step = 0
+    join_cluster(PLAN, "barrier.cluster.arrive.relaxed; mov.u32 $0, 0;")
     begin = gl.program_id(0) // PLAN.cluster
-    stride = gl.num_programs(0) // PLAN.cluster
-    first, last, row, column = work.locate(begin)
-    know(first + last + row + column)
-    wait_for_launch_before()
-    # Only now: with several launches ahead, blocks of those far ahead would take the SMs of the next.
-    let_next_launch_begin()
-    join_cluster(PLAN)
-    for item in range(begin, work.items, stride):
-        for WIDTH in gl.static_range(NARROWEST, PLAN.block_n + 1, STEP):
-            if work.width == WIDTH:
-                copies(work, ring, (a_desc, b_desc, row, column), step, first, last, PLAN.tile(WIDTH))
+    for item in range(begin, work.items, gl.num_programs(0) // PLAN.cluster):
+        first, last, row, column = work.locate(item)
+        know(first + last + row + column)
+        if item == begin:
+            join_cluster(PLAN, "barrier.cluster.wait.acquire; mov.u32 $0, 0;")
+            wait_for_launch_before()
+            # Only now: with several launches ahead, blocks of those far ahead would take the SMs of the next.
+            let_next_launch_begin()
+        for k in range(first, last):
+            # Without this wait TMA would overwrite what a consumer still reads, another block's too where it shares the
+            # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
+            i = step + k - first
+            mbarrier.wait(ring[3].index(i % PLAN.stages), i // PLAN.stages & 1 ^ 1)
+            fill(work, ring, i, (a_desc, b_desc, row, column), k)
         step += last - first
-        first, last, row, column = work.locate(min(item + stride, work.items - 1))
     if PLAN.cluster > 1:
         # Until all that this block has fetched has been read: after that no other block sends anything here, and this one
         # may end, with its barriers.
@@ -142,11 +128,12 @@ def producer(work, ring, a_desc, b_desc):
 
 @gluon.jit(do_not_specialize=["rows", "columns", "steps", "items", "whole", "split", "eighths"])
 def gemm_kernel(
-    a_desc, b_desc, c_desc, c_tail, sums, counts, rows, columns, steps, items, whole, split, eighths, PLAN: gl.constexpr
+    sums, counts, a_desc, b_desc, c_desc, c_tail, rows, columns, steps, items, whole, split, eighths, PLAN: gl.constexpr
 ):
     """The warp-specialized kernel: allocate ring and barriers, then start the roles.
 
-    The descriptors bring boxes of the launch's tiles, which have `eighths` times eight columns. The other numbers are those of `Work`.
+    The descriptors bring boxes of the launch's tiles, which have `eighths` times eight columns. The other numbers are those of `Work`;
+    behind pointers and descriptors all of them lie in one line of constants.
     Sums of tiles in parts are fp32 (tiles, parts, block_m, block_n), and counts int32, all zero (tiles).
     """
     ring = allocate_ring(a_desc.dtype, PLAN)
@@ -157,7 +144,7 @@ def gemm_kernel(
         [
             (consumer, (work, ring, (c_desc, c_tail, buffers), (sums, counts))),
             (producer, (work, ring, a_desc, b_desc)),
-            (join_cluster, (PLAN,)),  # warps without a role
+            (join_cluster, (PLAN,)),  # warps without a role: all warps of all blocks have to come
             (join_cluster, (PLAN,)),
         ],
         [1, 1, 2],
@@ -166,7 +153,7 @@ def gemm_kernel(
 
 
 @gluon.jit(do_not_specialize=["rows", "columns", "steps", "items", "whole", "split"])
-def short_kernel(a_desc, b_desc, c_desc, sums, counts, rows, columns, steps, items, whole, split, PLAN: gl.constexpr):
+def short_kernel(sums, counts, a_desc, b_desc, c_desc, rows, columns, steps, items, whole, split, PLAN: gl.constexpr):
     """The short kernel: compute one tile of C, or one part of its sums. The arguments are those of `gemm_kernel`."""
     STAGES: gl.constexpr = PLAN.stages
     ring = allocate_ring(a_desc.dtype, PLAN)
@@ -177,7 +164,7 @@ def short_kernel(a_desc, b_desc, c_desc, sums, counts, rows, columns, steps, ite
     know(row + column)
     wait_for_launch_before()
     for i in gl.static_range(STAGES):
-        fill(work, ring, i, source, (first + i) * BLOCK_K, PLAN, first + i < last)
+        fill(work, ring, i, source, first + i, first + i < last)
     let_next_launch_begin()  # only now, as in `producer`
     acc = products(work, ring, zeros(PLAN), source, 0, first, last, PLAN)
     buffers = gl.allocate_shared_memory(c_desc.dtype, [PLAN.buffers] + c_desc.block_type.shape, c_desc.layout)  # noqa: RUF005

@@ -57,6 +57,10 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
     kernel, blocks = short_kernel if plan.short else gemm_kernel, groups * plan.cluster
     rows, columns, steps = ceil_div(m, plan.block_m * plan.cluster), ceil_div(n, plan.block_n), ceil_div(k, BLOCK_K)
+    if rows * columns >= 2**21:  # more than `quotient` divides
+        raise ValueError(
+            f"C {shape} has {rows * columns} tiles of {plan.name}; the kernel takes up to 2**21. Compute C in pieces."
+        )
     sizes: tuple = (rows, columns, steps, items.number, items.whole, items.split)
     sizes += (compiled_for,) if plan.short else (plan.block_n // 8, compiled_for)
     outputs = len(plan.boxes) - 2  # descriptors of C
@@ -70,15 +74,15 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
         c = padded(shape, a) if c is None else c
         a, b = (b, a) if plan.transposed else (a, b)
-        start(a, b, *[c] * outputs, *workspace(c, partial_sums, counters))
+        start(*workspace(c, partial_sums, counters), a, b, *[c] * outputs)
         return c.contiguous()
 
     if not a.is_cuda:
-        start = lambda *x: kernel[(blocks,)](*described(*x[:-2]), *x[-2:], *sizes, **options)  # noqa: E731
+        start = lambda *x: kernel[(blocks,)](*x[:2], *described(*x[2:]), *sizes, **options)  # noqa: E731
         return launch
     c = padded(shape, a)
     with torch.cuda.device(a.device):
-        tensors = (*described(a, b, *[c] * outputs), *workspace(c, partial_sums, counters))
+        tensors = (*workspace(c, partial_sums, counters), *described(a, b, *[c] * outputs))
         compiled = adapted(kernel.warmup(*tensors, *sizes, grid=(blocks,), **options), plan)
         _ = compiled.run  # Triton loads the kernel, once for tiles of all widths
         if not plan.short:
@@ -119,6 +123,11 @@ _ARRIVAL = re.compile(r"(@%\w+ )?mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[(%
 
 def multicast(ptx: str, plan: Plan) -> str:
     """Make the marked copies go to all blocks, and arrivals count in all."""
+    # The first role sets up barriers before it waits for others' registers. Four warps have all they need from the start.
+    ptx = re.sub(r"setmaxnreg[^;]*;", "", ptx, count=plan.warps // 8)
+    ptx = re.sub(r"setmaxnreg\.inc\S*\s+24;", "", ptx)  # as many as there are
+    # So the assembler need not ask what the launch is, nor place code for one without clusters.
+    ptx = ptx.replace("\n.reqntid", f"\n.explicitcluster\n.reqnctapercluster {plan.cluster}, 1, 1\n.reqntid", 1)
     # Place and barrier of a copy are this block's: those of the others are as far from the beginning of their memory.
     blocks = f"{{ .reg .b16 all; mov.b16 all, {(1 << plan.cluster) - 1};"
     ptx = _SHARED.sub(lambda part: _COPY.sub(rf"{blocks}\1cluster\2.multicast::cluster\3, all; }}", part[0]), ptx)
@@ -141,7 +150,11 @@ def multicast(ptx: str, plan: Plan) -> str:
     copies = ptx.count(".multicast::cluster")
     if not arrivals or not copies:
         raise ValueError(f"the kernel has {copies} shared copies and {arrivals} arrivals: no cluster.")
-    return ptx
+    # The kernel announces the bytes of its widest tile. Those of the launch's follow from the last number, a tile's eighths.
+    eighths, unit = re.findall(r"\.param \.u32 (\w+)", ptx)[-1], plan.cluster if plan.b_column_major else 8
+    count = f"{{ .reg .b32 bytes; ld.param.b32 bytes, [{eighths}]; add.u32 bytes, bytes, {unit - 1}; and.b32 bytes, bytes, {-unit}; "
+    count += f"mad.lo.u32 bytes, bytes, 1024, {128 * plan.block_m};"
+    return re.sub(r"([^;\n]*expect_tx[^;]*), \d+;", rf"{count} \1, bytes; }}", ptx)
 
 
 _PRODUCT = re.compile(
@@ -198,11 +211,9 @@ def prefetch_descriptors(ptx: str) -> str:
 
 def adapted(compiled: Any, plan: Plan) -> Any:
     """Return a copy of a kernel that Triton compiled, with what Triton has no word for; not yet loaded when it is made."""
-
-    def rewrite(ptx: str) -> str:
-        return fewer_meetings(prefetch_descriptors(narrow(ptx if plan.short else multicast(ptx, plan))))
-
-    return reassembled(compiled, rewrite)
+    return reassembled(
+        compiled, lambda x: fewer_meetings(prefetch_descriptors(narrow(x if plan.short else multicast(x, plan))))
+    )
 
 
 def compile_for_hopper(plan: Plan, dtype: str = "bf16"):

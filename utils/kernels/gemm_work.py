@@ -38,16 +38,20 @@ SHARED, OWN = "for all blocks of the cluster", "for this block"
 MARK_SHARED, MARK_OWN = (gl.constexpr(f"mov.u32 $0, 0; // {mark}") for mark in (SHARED, OWN))
 STEP = gl.constexpr(gemm_plan.STEP)
 KNOW = gl.constexpr("{ .reg .pred p; setp.lt.s32 p, $1, 0; @p trap; } mov.u32 $0, 0;")
+JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
 
 
 @gluon.jit
-def join_cluster(PLAN: gl.constexpr):
-    """Wait until all blocks have set up their barriers: a copy or an arrival could come before they are there.
-
-    All warps of all blocks have to come, those without a role too.
-    """
+def join_cluster(PLAN: gl.constexpr, STEPS: gl.constexpr = JOIN):
+    """Wait until all blocks have set up their barriers: a copy or an arrival could come before they are there."""
     if PLAN.cluster > 1:
-        instruct("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
+        instruct(STEPS)
+
+
+@gluon.jit
+def quotient(x, y):
+    """Return x // y for x below 2**21, where no rounding reaches the next integer: the first copy waits for it."""
+    return ((x + 0.5) / (y + 0.0)).to(gl.int32)
 
 
 @aggregate
@@ -78,7 +82,7 @@ class Work:
     def locate(self, item):
         """An item's first step along K and the one behind its last, and the first row and column of this block's tile.
 
-        Tiles are numbered down GROUP_M rows of tiles, then along. Each division takes a tenth of a microsecond.
+        Tiles are numbered down GROUP_M rows of tiles, then along.
         """
         tile, first, last = item, 0, self.steps
         if item >= self.whole:
@@ -91,10 +95,10 @@ class Work:
         above = 0
         rows = self.rows
         if rows > GROUP:
-            above = tile // (GROUP * self.columns) * GROUP
+            above = quotient(tile, GROUP * self.columns) * GROUP
             rows = min(rows - above, GROUP)
         tile -= above * self.columns
-        column = tile // rows
+        column = quotient(tile, rows)
         row = (above + tile - column * rows) * self.PLAN.cluster + gl.program_id(0) % self.PLAN.cluster
         return first, last, row * self.PLAN.block_m, column * self.width
 
@@ -145,36 +149,41 @@ def know(number):
 
 
 @gluon.jit
-def fill(work, ring, i, source, k, TILE: gl.constexpr, pred=True):
-    """Fetch A[row.., k..] and B[k.., column..] for step i; its slot is empty.
+def fill(work, ring, i, source, step, pred=True):
+    """Fetch A and B of a tile's step along K as step i, whose slot is empty; in a cluster this block fetches its share of B.
 
     TMA fills what lies outside of A and B with zeros, which count as bytes too.
     """
     a_desc, b_desc, row, column = source
-    slot = i % work.PLAN.stages
+    PLAN: gl.constexpr = work.PLAN
+    k = step * BLOCK_K
+    slot = i % PLAN.stages
     full = ring[2].index(slot)
     # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
     # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
-    mbarrier.expect(full, 2 * (TILE.block_m + TILE.brought) * BLOCK_K, pred=pred)
-    at = [k, row] if TILE.a_column_major else [row, k]
+    mbarrier.expect(full, 2 * (PLAN.block_m + PLAN.brought) * BLOCK_K, pred=pred)
+    at = [k, row] if PLAN.a_column_major else [row, k]
     tma.async_load(a_desc, at, full, ring[0].index(slot), pred=pred)
     tile = ring[1].index(slot)
-    if TILE.cluster == 1:
-        at = [column, k] if TILE.b_column_major else [k, column]
+    if PLAN.cluster == 1:
+        at = [column, k] if PLAN.b_column_major else [k, column]
         tma.async_load(b_desc, at, full, tile, pred=pred)
     else:
-        # The kernel is compiled for copies of eight rows; a launch asks for the share of this block, or for 64 columns of it.
-        ROWS_B: gl.constexpr = TILE.b_box[0]
-        TIMES: gl.constexpr = TILE.brought // TILE.cluster // ROWS_B
-        UNITS: gl.constexpr = work.PLAN.columns // 8
+        # The kernel is compiled for copies of eight rows. A launch asks for the share of this block, or of 64 columns of it for as
+        # many rows as divide it: `Plan.brought` and `Plan.b_box` say the same in eights.
+        UNITS: gl.constexpr = PLAN.columns // 8
+        UNIT: gl.constexpr = PLAN.cluster if PLAN.b_column_major else 8
+        share = gl.cdiv(work.width, 8 * UNIT) * (UNIT // PLAN.cluster)
+        box = share if PLAN.b_column_major else min(share & -share, 8)
+        COPIES: gl.constexpr = 1 if PLAN.b_column_major else 3
         units = tile.reinterpret(tile.dtype, [UNITS, 8, BLOCK_K], b_desc.layout)
-        # Plus zero, that the compiler does not know: it would find the places of all widths before the loop, and spill.
-        own = gl.program_id(0) % TILE.cluster + instruct(MARK_SHARED)
-        for i in gl.static_range(TIMES):
+        own = gl.program_id(0) % PLAN.cluster * share + instruct(MARK_SHARED)
+        for j in gl.static_range(COPIES):
             # Where rows of B are longer than 128 bytes, they lie in shared memory as blocks of 64 columns, one behind the other.
-            y = (own * TIMES + i) * ROWS_B
-            at = [column + y, k] if TILE.b_column_major else [k + y % BLOCK_K, column + y // BLOCK_K * BLOCK_K]
-            tma.async_load(b_desc, at, full, units.index(y // 8), pred=pred)
+            unit = own + j * box
+            y = unit * 8
+            at = [column + y, k] if PLAN.b_column_major else [k + y % BLOCK_K, column + y // BLOCK_K * BLOCK_K]
+            tma.async_load(b_desc, at, full, units.index(unit), pred=j * box < share)
         instruct(MARK_OWN)
 
 

@@ -51,18 +51,25 @@ def test_the_assembly_does_what_the_header_says(plan, dtype, tmp_path, monkeypat
     in_flight = sorted(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[012])", kernel.sass))
     assert in_flight == ["0x0"] * len(loops) + ["0x1"] * len(loops)
     copies, joins = kernel.count("UTMALDG"), kernel.count("UCGABAR_ARV")
-    moves = kernel.count(r"setmaxnreg\.(?:inc|dec)", "ptx")
+    moves = kernel.count(r"setmaxnreg\.inc\S*\s+240", "ptx"), kernel.count(r"setmaxnreg", "ptx")
     if plan.short:
         # Of each slot before the first step, and in the loop.
-        assert moves == joins == 0 and copies == 2 * (plan.stages + 1)
+        assert moves == (0, 0) and joins == 0 and copies == 2 * (plan.stages + 1)
     else:
-        assert moves > 0 and 0 < kernel.count(r"UTMALDG\.[23]D\.MULTICAST") < copies
+        # One loop of the producer for all widths.
+        assert 0 < moves[0] < moves[1] if plan.warps == 8 else moves == (0, 0)
+        init, move = (kernel.ptx.find(word) for word in ("mbarrier.init", "setmaxnreg"))
+        assert init < move or move < 0  # no role waits for registers before the barriers are set up
+        assert 0 < kernel.count(r"UTMALDG\.[23]D\.MULTICAST") < copies <= 5
         # The consumer releases a slot in each loop and behind it; both roles join, and so do the warps without one.
         assert kernel.count(r"mbarrier\.arrive\.shared::cluster", "ptx") == 2 * len(loops) and joins == 4
+        # A slot's bytes are those of the launch's tiles.
+        assert kernel.count(r"expect_tx", "ptx") == kernel.count(r"expect_tx[^;]*, bytes;", "ptx") == 1
 
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
 PTX = f"""
+    .param .u32 split, .param .u32 eighths, .param .u64 .ptr .global .align 1 scratch
     @%p1 {COPY.format(2, "cta")} [%r1], [%rd1, {{%r2, %r3}}], [%r7];
     mov.u32 %r9, 0; // for all blocks of the cluster
     @%p2 {COPY.format(2, "cta")} [%r1], [%rd1, {{%r2, %r3}}], [%r7];
@@ -80,12 +87,14 @@ def test_copies_between_the_marks_go_to_all_blocks_and_lanes_arrive_in_all(plan)
 
     ptx = multicast(PTX, plan)
     assert (ptx.count("mapa"), ptx.count(".multicast")) == (1, 2)
-    before, _, first, second, _, behind, expect, arrive = ptx.strip().splitlines()
+    _, before, _, first, second, _, behind, expect, arrive = ptx.strip().splitlines()
     for line, condition in ((first, "@%p2"), (second, "@%p3")):
         assert re.search(rf"{condition} cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global", line)
         assert ".multicast::cluster [%r1]" in line and line.endswith("[%r7], all; }")
         assert f"mov.b16 all, {2**plan.cluster - 1};" in line
     assert "multicast" not in before + behind and "mapa" not in expect
+    assert "ld.param.b32 bytes, [eighths];" in expect and "[%r7], bytes;" in expect
+    assert f"and.b32 bytes, bytes, -8; mad.lo.u32 bytes, bytes, 1024, {128 * plan.block_m};" in expect
     assert "vote.sync.any.pred arrives, %p6, -1;" in arrive
     assert f"setp.lt.and.u32 arrives, lane, {plan.cluster}, arrives;" in arrive
     assert arrive.count("mbarrier.arrive") == 1 and "mapa.shared::cluster.u32 there, %r8, lane;" in arrive
