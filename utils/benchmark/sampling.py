@@ -80,7 +80,7 @@ class Timing:
             raise ValueError(f'l2 must be "warm" or "cold", got {self.l2!r}.')
         if self.calls_per_sample is not None:
             whole_number("calls_per_sample", self.calls_per_sample)
-        if self.cold and (self.calls_per_sample or 1) > 1:
+        if self.l2 == "cold" and (self.calls_per_sample or 1) > 1:
             raise ValueError(
                 f'l2="cold" flushes the cache before every sample, so only the first of calls_per_sample='
                 f'{self.calls_per_sample} calls would be cold; use calls_per_sample=1 or l2="warm".'
@@ -95,11 +95,6 @@ class Timing:
             raise ValueError(f"discard is {self.discard!r}; it is a list of 'outliers' and 'throttled'.")
 
     @property
-    def cold(self) -> bool:
-        """Whether the cache is flushed before every sample."""
-        return self.l2 == "cold"
-
-    @property
     def on_gpu(self) -> bool:
         """Whether device events are the clock."""
         return self.device.type == "cuda"
@@ -111,8 +106,8 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
     `turns` are endless rounds, each with the order of the calls in it.
     """
     begin = time.perf_counter()
-    on_cpu = not timing.on_gpu
-    timer = CpuTimer(timing.cold) if on_cpu else CudaTimer(timing.device, timing.cold, timing.graph, timing.queue_ahead)
+    on_cpu, cold = not timing.on_gpu, timing.l2 == "cold"
+    timer = CpuTimer(cold) if on_cpu else CudaTimer(timing.device, cold, timing.graph, timing.queue_ahead)
     gpu_before = gpu_state(timing.device) if timing.on_gpu else None
     with torch.cuda.device(timing.device if timing.on_gpu else -1):
         prepared = []

@@ -202,11 +202,14 @@ def test_blocks_are_built_anew_for_a_mask_that_reads_something_else_now(monkeypa
         (Size(), lambda: monkeypatch.setattr(Size, "span", 64)),
         (lambda b, h, q, k: q // OBJECT.span == k // OBJECT.span, lambda: monkeypatch.setattr(OBJECT, "span", 64)),
         (functools.partial(lambda last, b, h, q, k: k <= last, last), lambda: last.fill_(63)),
+        (lambda b, h, q, k, *, first=array: q >= k + int(first[0]), lambda: array.fill(0)),
+        (lambda b, h, q, k: k <= place[0] if place else unset, lambda: place.__setitem__(0, 3)),
     ):
         before = build_block_mask(mask, 64, 64, block_size=16)
         assert build_block_mask(mask, 64, 64, block_size=16) is before
         change()
         assert not torch.equal(build_block_mask(mask, 64, 64, block_size=16).to_dense(), before.to_dense())
+    unset = 0  # no variable yet when the last mask is read
 
 
 def plain(mask, sq=64, sk=64, kv_heads=2, **arguments):

@@ -231,12 +231,12 @@ def test_records_survive_json():
 
 
 @pytest.fixture
-def own_clock(monkeypatch):
+def thread_clock(monkeypatch):
     """The timer's clock stands still while a busy machine runs others."""
     monkeypatch.setattr(time, "perf_counter_ns", time.thread_time_ns)
 
 
-def test_a_function_twice_as_slow_is_slower_and_the_reverse_is_faster(own_clock):
+def test_a_function_twice_as_slow_is_slower_and_the_reverse_is_faster(thread_clock):
     slower = compare(lambda: busy(0.5), lambda: busy(1.0), warmup=1, iterations=30, labels=("once", "twice"))
     assert slower.verdict == "slower"
     assert 0.45 <= slower.speedup <= 0.55
@@ -248,7 +248,7 @@ def test_a_function_twice_as_slow_is_slower_and_the_reverse_is_faster(own_clock)
     assert "as fast as" in repr(faster)
 
 
-def test_a_function_is_as_fast_as_itself(own_clock):
+def test_a_function_is_as_fast_as_itself(thread_clock):
     result = compare(busy, busy, 0.3, warmup=1, iterations=40, same_within=0.05)
     assert result.verdict == "same" and abs(result.speedup - 1) < 0.05, result
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from utils.reads import names_in, read_by
 from utils.validation import whole_number
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -205,13 +206,6 @@ def check_device(mod: MaskMod, device: torch.device | str) -> None:
         check_device(part, device)
 
 
-@functools.lru_cache(maxsize=256)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names of globals and attributes in a function's code, and in that of the functions that it defines."""
-    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return *code.co_names, *(name for part in inner for name in _names(part))
-
-
 def captured(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict | None = None) -> tuple:
     """Return what a function reads beside its arguments: numbers, text, code, and tensors with the count of their changes.
 
@@ -239,10 +233,8 @@ def captured(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict |
     elif str(getattr(mod, "__module__", None) or getattr(mod, "__name__", "")).split(".")[0] != "torch":
         inner += getattr(mod, "__dict__", {}).values() if callable(mod) else ()
         if hasattr(function, "__code__") and not hasattr(mod, "kind"):  # `named` has what it reads as attributes
-            names = _names(function.__code__)
-            inner += [function.__code__, *(function.__defaults__ or ()), getattr(mod, "__self__", None)]
-            inner += [cell.cell_contents for cell in function.__closure__ or ()]
-            inner += [function.__globals__[x] for x in names if x in function.__globals__]
+            names = names_in(function.__code__)
+            inner += [function.__code__, *read_by(function), getattr(mod, "__self__", None)]
         inner += [getattr(mod, x, None) for x in names] if function is not mod else ()
     return tuple(one if isinstance(one, types.CodeType) else captured(one, depth - 1, names, seen) for one in inner)
 
