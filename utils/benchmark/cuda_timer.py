@@ -7,11 +7,8 @@ already passed, the CPU was too slow: the burst is thrown away and repeated behi
 than the CPU needs, because a GPU that rests between bursts cools down, and a GPU at its power limit then runs faster
 than under steady work (a bf16 matmul of 4096 on an H200: 175 us with rests, 182 to 197 us without).
 
-A pair of events measures up to 1 us more than its kernel where many launches wait behind it. Cold matmuls on an H200, in bursts
-of 60: 27.5 and 9.4 us, but 26.8 and 8.7 us for the last three of each burst, and in bursts of one and of three. With a warm
-cache, calls that short share a pair of events. Functions that take turns stay in long bursts all the same, where the microsecond
-is the same for both: in bursts of one and of three, a cold matmul of 7 to 27 us was 0.93 to 1.10 times as fast as itself, and
-it is not known why.
+A pair of events measures up to 1 us more than its kernel where many launches wait behind it. With a warm cache, calls that
+short share a pair of events; functions that take turns stay in long bursts, where the microsecond is the same for both.
 
 A function that waits for the GPU cannot be queued. Its samples are timed as they are issued, and a note says so. A
 function that takes turns with it is still queued, in bursts of its own.
