@@ -874,10 +874,10 @@ if on_gpu:
 #
 # ![The recorded decode contest: time of the best other over the Gluon kernel's, with 1, 8 and 16 new tokens](assets/lab4_contest.svg)
 #
-# With one new token the kernel is 1.27 to 1.37 times as fast as the best other for one sequence of 2048 or 8192 keys. There the
-# launch and the merge count as much as the bytes: 2048 keys reach less than a quarter of the speed of a copy. With eight
-# sequences or more the kernel and cuDNN are within 6% of each other, and the kernel reads the cache at 0.85 to 0.99 of the speed
-# of a copy, so little is left to gain. `docs/kernels/decode.md` tells what was tried.
+# With one new token the kernel is 1.3 times as fast as the best other for one sequence of 2048 or 8192 keys. There the launch and
+# the merge count as much as the bytes: 2048 keys reach less than a quarter of the speed of a copy. With eight sequences or more
+# the kernel and the best other are within 5% of each other, and the kernel reads the cache at 0.84 to 0.98 of the speed of a
+# copy, so little is left to gain. `docs/kernels/decode.md` tells what was tried.
 
 # %% [markdown]
 # ### Question 3.4: Explain decode {points}
