@@ -89,6 +89,8 @@ def test_run_compare_report_check(folder):
         assert checked.exit_code == 2 and "of a CPU" in checked.stderr
         refused = labs_bench("run", "--targets", SDPA, "--target-extra-arg", SMALL, "--update-expectations")
         assert refused.exit_code == 2 and "of a CPU" in refused.stderr
+        refused = small("--backend cudnn", "--run-id", "refused", "--profile", "minimal")
+        assert refused.exit_code == 1 and refused.stderr.endswith("refused; artifacts/refused\n"), "without profiles"
     missing = labs_bench("compare", "a", "nothing")
     assert missing.exit_code == 2 and "no results at nothing" in missing.stderr
 

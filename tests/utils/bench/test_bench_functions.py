@@ -87,7 +87,8 @@ def test_a_function_of_the_users_own_is_verified_timed_and_swept(folder):
 def test_a_wrong_function_is_never_timed():
     _, document = labs_bench("mine:wrong", "--against", "mine:plain", *INPUTS, "--sweep", "n=16")
     (case,) = document["cases"]
-    assert case["status"] == "failed" and "not the float64 reference's" in case["reason"]
+    assert case["status"] == "failed" and "at row " in case["reason"]
+    assert "(compared with plain in float64) is not the float64 reference's" in case["reason"]
 
 
 def test_what_a_function_was_compared_with_is_said():
@@ -112,6 +113,7 @@ def test_what_a_function_was_compared_with_is_said():
         (["mine:fused", "--input", "x=randn(n)"], "n is no size"),
         (["mine:fused", "--input", "x=rnad(4)"], "Did you mean rand"),
         (["mine:fused", "--input", "x"], "write it as"),
+        (["mine:fused", "--input", "w=randn(4, 4)", "--input", "x=randn(4, 4)"], "fused takes x, w"),
         ([SDPA, "--input", "x=randn(4)"], "module:function"),
         (["mine:fused", "--input", "x=randn(4)", "--sweep", "n=1,2"], "no --input has it"),
         ([SDPA, "--sweep", "seq_length=16,32"], "No such option '--seq-length'"),

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -48,6 +50,12 @@ def test_wrong_outputs_are_never_timed(tmp_path, monkeypatch):
     (case,) = document["cases"]
     assert case["status"] == "failed" and not case["sides"] and "optimized" in case["reason"]
     assert exit_code(document) == 1
+
+
+def test_each_case_of_a_sweep_keeps_its_own_profiles(tmp_path):
+    document = run_cpu(tmp_path, [SDPA], [SMALL], sweep=Sweep("backend", ("flash", "math")), profile="minimal")
+    files = [file for case in document["cases"] for one in case["profiles"].values() for file in one["files"]]
+    assert len(set(files)) == 4 and all(Path(file).is_file() for file in files)
 
 
 def test_an_exception_out_of_memory_and_a_later_case(tmp_path, monkeypatch):
