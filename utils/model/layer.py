@@ -113,6 +113,8 @@ def get_position_embeddings(
     Returns:
         `(cos, sin)`, each (B, S, head_dim) or (1, S, head_dim).
     """
+    if not hasattr(rotary_emb, "layer_types"):
+        raise TypeError(f"rotary_emb is a {type(rotary_emb).__name__}; build_decoder_layer() returns layer, rotary_emb")
     if layer_type not in rotary_emb.layer_types:
         raise ValueError(f"layer_type is {layer_type!r}; allowed: {', '.join(rotary_emb.layer_types)}")
     if position_ids.dim() != 2:
@@ -120,6 +122,7 @@ def get_position_embeddings(
     embeddings = rotary_emb(hidden_states, position_ids, layer_type)
     if (first := first_position(position_ids)) is not None:
         remember_position(embeddings[0], first)
+        embeddings[0].layer_type = layer_type
     return embeddings
 
 
@@ -317,10 +320,7 @@ def _attention_implementation(layer: torch.nn.Module) -> str:
     # transformers takes None as eager attention, and eager attention without a mask is not causal.
     implementation = layer.config._attn_implementation or "eager"
     if implementation not in ATTENTION_IMPLEMENTATIONS:
-        raise ValueError(
-            f"the layer's attention implementation is {implementation!r}; allowed: "
-            f"{', '.join(ATTENTION_IMPLEMENTATIONS)} (build_decoder_layer(attn_implementation=...))"
-        )
+        raise ValueError(f"the layer's attn_implementation is {implementation!r}; allowed: {ATTENTION_IMPLEMENTATIONS}")
     return implementation
 
 
@@ -367,7 +367,7 @@ def _check_inputs(
     position_embeddings: PositionEmbeddings,
 ) -> None:
     if not hasattr(layer, "self_attn"):
-        raise TypeError(f"layer is a {type(layer).__name__}; build_decoder_layer() builds a decoder layer")
+        raise TypeError(f"layer is a {type(layer).__name__}; build_decoder_layer() returns layer, rotary_emb")
     weight = layer.self_attn.q_proj.weight
     shape = tuple(hidden_states.shape)
     if len(shape) != 3 or shape[2] != weight.shape[1]:
@@ -383,7 +383,9 @@ def _check_inputs(
             f"position_ids has shape {tuple(position_ids.shape)}; batch {batch} with {length} token(s) needs "
             f"({batch}, {length})"
         )
-    expected = (length, layer.self_attn.head_dim)
+    kind, expected = layer.self_attn.layer_type, (length, layer.self_attn.head_dim)
+    if (other := getattr(position_embeddings[0], "layer_type", kind)) != kind:
+        raise ValueError(f"position_embeddings have the layer_type {other!r}; make them with this layer's, {kind!r}")
     for name, tensor in zip(("cos", "sin"), position_embeddings, strict=True):
         if tuple(tensor.shape) not in ((batch, *expected), (1, *expected)):
             raise ValueError(

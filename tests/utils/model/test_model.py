@@ -309,6 +309,10 @@ def wrong_calls():
         "pass prefill_hidden_states": step(**no_cache),
         "batch and hidden size must agree": step(**no_cache, prefill_hidden_states=x[:1]),
         "layer_type is 'global'.*full_attention": lambda: get_position_embeddings(x, ids, rotary_emb, "global"),
+        "rotary_emb is a Gemma3DecoderLayer": lambda: get_position_embeddings(x, ids, layer, "full_attention"),
+        "layer_type 'full_attention'; make them with this layer's, 'sliding_attention'": lambda: prefill_forward(
+            layer, x, ids, get_position_embeddings(x, ids, rotary_emb, "full_attention")
+        ),
         "max_cache_len is 0": lambda: initialize_kv_cache(CONFIG, 0),
         "'flash'; allowed": lambda: build_decoder_layer(attn_implementation="flash"),
         "layers 0 to 17": lambda: build_decoder_layer(layer_idx=18),
