@@ -330,19 +330,15 @@ def _prefill_mask(layer: torch.nn.Module, hidden_states: torch.Tensor, attended:
     The mask depends on shapes only, so the last few are kept: a whole model also builds one mask for all its layers.
     """
     length = hidden_states.shape[1]
-    window = layer.self_attn.sliding_window
-    if window is not None and length <= window:
-        window = None  # no position is further back than the window
-    if window is None and length > 1 and _attention_implementation(layer) == "sdpa":
+    window = min(layer.self_attn.sliding_window or length, length)  # a longer window leaves nothing out
+    if window == length > 1 and _attention_implementation(layer) == "sdpa":
         return None  # `is_causal` starts at the first key, so the empty slots behind the prompt stay invisible
     device = hidden_states.device
     key = (_attention_implementation(layer), window, length, attended, hidden_states.dtype, device)
     if key in _PREFILL_MASKS:
         return _PREFILL_MASKS[key]
     query_position, key_position = torch.arange(length, device=device)[:, None], torch.arange(attended, device=device)
-    visible = key_position <= query_position
-    if window is not None:
-        visible &= key_position > query_position - window
+    visible = (key_position <= query_position) & (key_position > query_position - window)
     mask = _attention_mask(layer, visible, hidden_states.dtype)
     if not (is_capturing(hidden_states) or torch.compiler.is_compiling()):  # the memory of a graph is its own
         _PREFILL_MASKS[key] = mask
