@@ -118,11 +118,18 @@ def test_what_a_function_was_compared_with_is_said():
         (["mine:fused", "--input", "x=randn(4)", "--sweep", "n=1,2"], "no --input has it"),
         ([SDPA, "--sweep", "seq_length=16,32"], "No such option '--seq-length'"),
         ([SDPA, "--discard", "slow"], "--discard is ['slow']; it is a list of 'outliers' and 'throttled'"),
+        (["--targets", "labs/cudnn_sdpa_bench:flash_spd"], "Did you mean labs/cudnn_sdpa_bench:flash_sdp"),
+        (["--targets", SDPA, "--profile", "maximal"], "none, minimal, roofline, deep_dive"),
+        (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--backend flush"], "Did you mean flash"),
+        ([SDPA, "--l2", "hot"], '--l2 must be "warm" or "cold"'),
+        ([SDPA, "--max-seconds", "0"], "--max-seconds must be"),
+        ([], "no target was given"),
     ],
 )
 def test_bad_input_is_one_line(folder, words, said):
     done, _ = labs_bench(*words)
-    assert done.exit_code == 2 and said in done.stderr and not (folder / "artifacts").exists()
+    assert done.exit_code == 2 and done.stderr.startswith("error:") and said in done.stderr
+    assert not (folder / "artifacts").exists()
 
 
 def test_arguments():
