@@ -104,7 +104,7 @@ def test_one_side_alone_and_refusals_beside_it(tmp_path):
     sweep = Sweep("dtype", ("fp16", "fp32"))
     document = run_cpu(tmp_path, ["attention_suite:sdpa"], flags, sweep=sweep)
     assert [case["status"] for case in document["cases"]] == ["refused", "ok"]
-    assert "fp16" in document["cases"][0]["reason"] and exit_code(document) == 0
+    assert "Use --dtype fp32" in document["cases"][0]["reason"] and exit_code(document) == 0
     document = run_cpu(tmp_path, ["labs/flashattention_gluon:baseline_flashattention_gluon"], run_id="one")
     (case,) = document["cases"]
     assert list(case["sides"]) == ["baseline"] and case["comparison"] is None
