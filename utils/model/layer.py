@@ -383,10 +383,10 @@ def _check_inputs(
     if (other := getattr(position_embeddings[0], "layer_type", kind)) != kind:
         raise ValueError(f"position_embeddings have the layer_type {other!r}; make them with this layer's, {kind!r}")
     for name, tensor in zip(("cos", "sin"), position_embeddings, strict=True):
-        if tuple(tensor.shape) not in ((batch, *expected), (1, *expected)):
+        if tuple(tensor.shape) not in ((batch, *expected), (1, *expected)) or tensor.dtype != weight.dtype:
             raise ValueError(
-                f"position_embeddings' {name} has shape {tuple(tensor.shape)}; this call needs "
-                f"{(batch, *expected)}: use get_position_embeddings with the same position_ids"
+                f"position_embeddings' {name} has shape {tuple(tensor.shape)} in {tensor.dtype}; this call needs "
+                f"{(batch, *expected)} in {weight.dtype}: use get_position_embeddings with these tokens and position_ids"
             )
 
 

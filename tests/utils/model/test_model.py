@@ -288,6 +288,7 @@ def wrong_calls():
         "create the inputs with the layer's dtype": lambda: prefill_forward(layer, x.bfloat16(), ids, emb),
         r"position_ids has shape \(2, 5\).*\(2, 6\)": lambda: prefill_forward(layer, x, ids[:, :5], emb),
         r"cos has shape \(2, 1, 256\).*\(2, 6, 256\)": lambda: prefill_forward(layer, x, ids, at_emb),
+        "in torch.bfloat16; this call": lambda: prefill_forward(layer, x, ids, [e.bfloat16() for e in emb]),
         "build_decoder_layer": lambda: prefill_forward(rotary_emb, x, ids, emb),
         "6 tokens .* room for 4": lambda: prefill_forward(layer, x, ids, emb, initialize_kv_cache(CONFIG, 4)),
         "DynamicCache; make a StaticCache": lambda: prefill_forward(layer, x, ids, emb, DynamicCache()),
