@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -23,17 +24,17 @@ def first_line(error: object) -> str:
 
 
 def whole_number(name: str, value: object, least: int = 1, error: type[Exception] = ValueError) -> int:
-    """Return `value` if it is a whole number of at least `least`; otherwise raise `error` and say what was given.
+    """Return `value` as an int if it is a whole number of at least `least`; otherwise raise `error` with what was given.
 
     Args:
         name: the caller's name for the value, such as "warmup" or "--repeats".
-        value: the value. True and False are no numbers here.
+        value: the value, also one of NumPy's. True and False are no numbers here.
         least: the smallest value that is allowed.
         error: the exception to raise.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise error(f"{name} is {value!r}; it must be a whole number, {least} or more.")
-    return value
+    return int(value)
 
 
 def whole_numbers(**values: int) -> None:
@@ -49,8 +50,7 @@ def floating_dtype(dtype: object, name: str = "dtype") -> torch.dtype:
     """
     import torch
 
-    if dtype is None:
-        return torch.get_default_dtype()
+    dtype = torch.get_default_dtype() if dtype is None else dtype
     allowed = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     if dtype not in allowed:
         raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(map(str, allowed))}.")

@@ -231,24 +231,6 @@ def test_hints_are_folded(lab_file):
     assert fewer.hints == {"1.1": ["plan", "line"]} and "<summary>Hint 1: the plan</summary>" in fewer.student
 
 
-@pytest.mark.parametrize(
-    ("hints", "problem"),
-    [
-        (HINTS.replace("{hint plan}", "{hint trick}"), "{hint trick} is unknown; write idea, plan, line"),
-        (HINTS.replace("Return it.", ""), "the hint 'line' of Question 1.1 is empty"),
-        ("{hint plan}\nAdd.\n\n{hint idea}\nTwo.", "Question 1.1 has the hints plan, idea; write idea, plan, line"),
-        (HINTS.replace("Two of it.", "twice_as_much = x + x"), "is secret and reaches the students' notebook"),
-    ],
-)
-def test_bad_hints_are_refused(lab_file, hints, problem):
-    assert problem in problems_of(lab_file(HEADING, as_prose(hints), ANSWER, TESTS))[0]
-
-
-def test_hint_under_no_question_is_refused(lab_file):
-    (found, *_) = problems_of(lab_file(as_prose(HINTS), HEADING, ANSWER, TESTS))
-    assert "a hint stands under no question's heading" in found
-
-
 # --- points ---
 
 
@@ -295,6 +277,10 @@ def with_answer(old, new):
 
 def with_tests(old, new):
     return HEADING, ANSWER, TESTS.replace(old, new)
+
+
+def with_hints(old, new):
+    return HEADING, as_prose(HINTS.replace(old, new)), ANSWER, TESTS
 
 
 def with_more(text):
@@ -350,6 +336,18 @@ REFUSED = {
         (HEADING, "# %%\nx = 1\n#   twice_as_much  =  x + x\n\n", ANSWER, TESTS),
         "is secret and reaches",
     ),
+    "no Python without the solution": (
+        with_answer("".join(ANSWER.splitlines(True)[2:5]), "    if x:\n### BEGIN SOLUTION\n        return x + x\n"),
+        "without the solution the cell is no valid Python",
+    ),
+    "unknown hint": (with_hints("{hint plan}", "{hint trick}"), "{hint trick} is unknown; write idea, plan, line"),
+    "empty hint": (with_hints("Return it.", ""), "the hint 'line' of Question 1.1 is empty"),
+    "hints out of order": (
+        with_hints("{hint idea}", "{hint line}"),
+        "has the hints line, plan, line; write idea, plan",
+    ),
+    "secret hint": (with_hints("Two of it.", "twice_as_much = x + x"), "is secret and reaches the students' notebook"),
+    "hint under no heading": ((as_prose(HINTS), HEADING, ANSWER, TESTS), "a hint stands under no question's heading"),
     "autotest": (with_tests("assert double(2)", "### AUTOTEST double(2)\nassert double(2)"), "AUTOTEST"),
 }
 
@@ -386,14 +384,6 @@ def test_a_long_secret_may_not_even_be_quoted(lab_file):
 def test_public_lines_and_imports_are_no_secret(lab_file):
     answer = ANSWER.replace("twice_as_much = x + x", "import numpy as np\n    twice_as_much = x + x  # public")
     build_lab(lab_file(HEADING, "# %%\nimport numpy as np\nx = 1\ntwice_as_much = x + x\n\n", answer, TESTS))
-
-
-def test_code_that_breaks_without_its_solution(lab_file):
-    answer = ANSWER.replace("    ### BEGIN SOLUTION\n    twice_as_much = x + x\n", "    if x:\n").replace(
-        "    return twice_as_much\n", "### BEGIN SOLUTION\n        return x + x\n"
-    )
-    found = problems_of(lab_file(HEADING, answer, TESTS))
-    assert any("without the solution the cell is no valid Python" in problem for problem in found)
 
 
 # --- files and commands ---

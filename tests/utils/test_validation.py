@@ -1,5 +1,6 @@
 """The checks of arguments: what they accept, and the sentences in which they refuse."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,9 +9,10 @@ from utils.validation import check_callable, floating_dtype, whole_number, whole
 
 def test_a_whole_number_is_returned():
     assert whole_number("warmup", 0, 0) == 0 and whole_number("repeats", 7) == 7
+    assert type(whole_number("a size of a NumPy array", np.int64(7))) is int
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.0, "3", None, True])
+@pytest.mark.parametrize("value", [0, -1, 2.0, "3", None, True, np.float64(2), np.True_])
 def test_anything_else_is_an_error_with_its_name_and_value(value):
     with pytest.raises(KeyError, match=r"repeats is .*; it must be a whole number, 1 or more"):
         whole_number("repeats", value, error=KeyError)

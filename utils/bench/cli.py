@@ -134,8 +134,8 @@ def run(
             path, changes = update_file(document)
             for line in (*changes, f"recorded in {path}"):
                 typer.echo(line, err=as_json)
-    folders = str(options.folder) if profile == "none" else f"{options.folder}, profiles in {options.profiles_dir}"
-    typer.echo(f"{document['status']}: {status_text(document)}; {folders}", err=True)
+    profiles = f", profiles in {options.profiles_dir}" if any(case["profiles"] for case in document["cases"]) else ""
+    typer.echo(f"{document['status']}: {status_text(document)}; {options.folder}{profiles}", err=True)
     raise typer.Exit(exit_code(document))
 
 

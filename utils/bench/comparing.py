@@ -115,7 +115,7 @@ def comparison_table(a: dict, b: dict, rows: Sequence[dict]) -> tuple[list[str],
         for row in rows
     ]
     names = [f"{run.upper()}: {run_id}" for run, run_id in runs.items()]
-    return ["Target", "Workload", "Side", *names, "B over A", "Other knobs"], lines
+    return ["Target", "Workload", "Side", *names, "Speed of B over A", "Other knobs"], lines
 
 
 def write_comparison(a: dict, b: dict, rows: Sequence[dict], folder: Path) -> list[Path]:

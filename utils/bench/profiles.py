@@ -48,19 +48,15 @@ class Request:
     device: str
     values: dict[str, Any]  # of the knobs
 
-    @property
-    def file_stem(self) -> str:
-        """What the side's files are called, such as "optimized_flash_sdp_B4-H16-S4096-D128-bf16-causal"."""
-        label = re.sub(r"[^A-Za-z0-9]+", "-", self.label).strip("-")
-        return f"{self.side}_{self.target.partition(':')[2]}_{label}"
-
 
 def profile_side(fn: Callable[[], object], request: Request, folder: Path, level: str, l2: str) -> dict:
     """Profile one side's call: files in `folder`, the reason for what is missing, and kernels with their durations.
 
     The profilers that run the side in another process go by `request`, with the caches `l2` as the side was timed.
     """
-    base = folder / request.file_stem
+    # Such as "optimized_flash_sdp_B4-H16-S4096-D128-bf16-causal".
+    label = re.sub(r"[^A-Za-z0-9]+", "-", request.label).strip("-")
+    base = folder / f"{request.side}_{request.target.partition(':')[2]}_{label}"
 
     def call_in_range() -> None:
         with nvtx_range(request.range):

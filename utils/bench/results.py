@@ -69,19 +69,15 @@ def remarks(document: dict) -> list[tuple[str, str, str, str]]:
 
 
 def options(case: dict) -> dict:
-    """Return the knobs that choose what runs and are not part of the workload: {"backend": "cudnn"}."""
-    return {key: knob["value"] for key, knob in case["knobs"].items() if key not in WORKLOAD_KNOBS}
+    """Return the knobs with a value that choose what runs and are not part of the workload: {"backend": "cudnn"}."""
+    values = {key: knob["value"] for key, knob in case["knobs"].items() if key not in WORKLOAD_KNOBS}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def options_text(case: dict) -> str:
     """Write the options of a case: "backend=cudnn"; "(env)" marks those from environment variables."""
-    parts = []
-    for key, value in options(case).items():
-        if value is None:
-            continue
-        source = " (env)" if case["knobs"][key]["origin"].startswith("environment") else ""
-        parts.append(f"{key}={','.join(value) if isinstance(value, list) else value}{source}")
-    return " ".join(parts)
+    from_environment = {key for key, knob in case["knobs"].items() if knob["origin"].startswith("environment")}
+    return " ".join(f"{key}={value}{' (env)' * (key in from_environment)}" for key, value in options(case).items())
 
 
 def timing_mode(case: dict) -> dict:

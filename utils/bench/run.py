@@ -188,17 +188,16 @@ class CaseRun:
         calls = [built[side].fn for side in SIDES]
         pair = compare(*calls, labels=tuple(labels[side] for side in SIDES), **options)
         if pair.verdict == NOT_ENOUGH_DATA:
-            few = len(pair.a.samples_ms) < MIN_PAIRS
             crossed = f"the interval crosses 1 +- {pair.same_within:.0%}"
-            why = f"fewer than {MIN_PAIRS} pairs were taken" if few else crossed
-            self.record["notes"].append(f"no verdict: {why}; more --iterations narrow it.")
+            why = f"fewer than {MIN_PAIRS} pairs were taken" if len(pair.a.samples_ms) < MIN_PAIRS else crossed
+            self.record["notes"].append(f"no verdict: {why}; more samples narrow it (--iterations, --max-seconds).")
         self.record["comparison"] = {"speedup": pair.speedup, "interval": list(pair.interval), "verdict": pair.verdict}
         return {"baseline": pair.a, "optimized": pair.b}
 
     def _profile(self, built: Mapping[str, Built]) -> None:
-        options, record, case = self.options, self.record, self.case
-        folder = options.profiles_dir / self.target.chapter / options.run_id
-        l2 = record["timing"].get("l2", "warm")
+        options, record, case, l2 = self.options, self.record, self.case, res.timing_mode(self.record)["l2"]
+        swept = (f"{name}-{value}" for name, value in case.swept.items())  # files of equal workloads stay apart
+        folder = options.profiles_dir.joinpath(self.target.chapter, options.run_id, *swept)
         values = {key: setting.value for key, setting in case.settings.items()}
         for side, call in built.items():
             range_name = record["ran"][side]["range"]

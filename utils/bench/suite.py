@@ -121,8 +121,8 @@ class CUDABenchmarkHarness:
             samples.append(_check_own_time(value, 1e3 * (time.perf_counter() - begin), call, work["label"]))
         method = {"clock": "the kernel function's own", "device": str(self.device), "samples": len(samples)}
         method |= {"warmup": config.warmup_iterations, "l2": "cold" if flush_bytes else "warm"}
-        method |= {"l2_flush_bytes": flush_bytes or None, "calls_per_sample": 1}
-        method |= {"gpu_after": gpu_state(self.device) if self.on_gpu else None}
+        method |= {"l2_flush_bytes": flush_bytes or None, "stopped": f"all {len(samples)} iterations done"}
+        method |= {"calls_per_sample": 1, "gpu_after": gpu_state(self.device) if self.on_gpu else None}
         interval = stats.repeat_interval(samples)
         return Measurement(tuple(samples), interval, **work, method=method, environment=environment(self.device))
 

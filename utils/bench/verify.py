@@ -77,8 +77,8 @@ def verify(
     result = Verification(whole, float(rows.max()), *(bounds or rounding_bounds(precision, gradient)), precision)
     if result.whole > result.whole_bound or result.worst_row > result.row_bound:
         place = [int(index) for index in torch.unravel_index(rows.argmax(), rows.shape)]
-        names = ("batch", "head", "query") if len(place) == 3 else [f"index {i}:" for i in range(len(place))]
-        where = ", ".join(f"{name} {index}" for name, index in zip(names, place, strict=True)) or "its only row"
+        row = f"row {', '.join(map(str, place)) or 0}"
+        where = "batch {}, head {}, query {}".format(*place) if len(place) == 3 else row
         raise VerificationError(
             f"{what} is not the float64 reference's within the bounds for {precision}: relative error {whole:.3g} "
             f"(allowed {result.whole_bound:.3g}), in the worst row {result.worst_row:.3g} (allowed "

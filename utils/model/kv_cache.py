@@ -171,10 +171,7 @@ def _slots(cache: StaticCache, layer: torch.nn.Module) -> StaticLayer:
     from transformers import StaticCache
 
     if not isinstance(cache, StaticCache):
-        raise TypeError(
-            f"past_key_values is a {type(cache).__name__}; make a StaticCache with "
-            "initialize_kv_cache(config, max_cache_len)"
-        )
+        raise TypeError(f"past_key_values is a {type(cache).__name__}; make a StaticCache by initialize_kv_cache")
     return cache.layers[layer.self_attn.layer_idx]
 
 

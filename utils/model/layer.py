@@ -113,6 +113,8 @@ def get_position_embeddings(
     Returns:
         `(cos, sin)`, each (B, S, head_dim) or (1, S, head_dim).
     """
+    if not hasattr(rotary_emb, "layer_types"):
+        raise TypeError(f"rotary_emb is a {type(rotary_emb).__name__}; build_decoder_layer() returns layer, rotary_emb")
     if layer_type not in rotary_emb.layer_types:
         raise ValueError(f"layer_type is {layer_type!r}; allowed: {', '.join(rotary_emb.layer_types)}")
     if position_ids.dim() != 2:
@@ -120,6 +122,7 @@ def get_position_embeddings(
     embeddings = rotary_emb(hidden_states, position_ids, layer_type)
     if (first := first_position(position_ids)) is not None:
         remember_position(embeddings[0], first)
+        embeddings[0].layer_type = layer_type
     return embeddings
 
 
@@ -317,10 +320,7 @@ def _attention_implementation(layer: torch.nn.Module) -> str:
     # transformers takes None as eager attention, and eager attention without a mask is not causal.
     implementation = layer.config._attn_implementation or "eager"
     if implementation not in ATTENTION_IMPLEMENTATIONS:
-        raise ValueError(
-            f"the layer's attention implementation is {implementation!r}; allowed: "
-            f"{', '.join(ATTENTION_IMPLEMENTATIONS)} (build_decoder_layer(attn_implementation=...))"
-        )
+        raise ValueError(f"the layer's attn_implementation is {implementation!r}; allowed: {ATTENTION_IMPLEMENTATIONS}")
     return implementation
 
 
@@ -330,19 +330,15 @@ def _prefill_mask(layer: torch.nn.Module, hidden_states: torch.Tensor, attended:
     The mask depends on shapes only, so the last few are kept: a whole model also builds one mask for all its layers.
     """
     length = hidden_states.shape[1]
-    window = layer.self_attn.sliding_window
-    if window is not None and length <= window:
-        window = None  # no position is further back than the window
-    if window is None and length > 1 and _attention_implementation(layer) == "sdpa":
+    window = min(layer.self_attn.sliding_window or length, length)  # a longer window leaves nothing out
+    if window == length > 1 and _attention_implementation(layer) == "sdpa":
         return None  # `is_causal` starts at the first key, so the empty slots behind the prompt stay invisible
     device = hidden_states.device
     key = (_attention_implementation(layer), window, length, attended, hidden_states.dtype, device)
     if key in _PREFILL_MASKS:
         return _PREFILL_MASKS[key]
     query_position, key_position = torch.arange(length, device=device)[:, None], torch.arange(attended, device=device)
-    visible = key_position <= query_position
-    if window is not None:
-        visible &= key_position > query_position - window
+    visible = (key_position <= query_position) & (key_position > query_position - window)
     mask = _attention_mask(layer, visible, hidden_states.dtype)
     if not (is_capturing(hidden_states) or torch.compiler.is_compiling()):  # the memory of a graph is its own
         _PREFILL_MASKS[key] = mask
@@ -367,7 +363,7 @@ def _check_inputs(
     position_embeddings: PositionEmbeddings,
 ) -> None:
     if not hasattr(layer, "self_attn"):
-        raise TypeError(f"layer is a {type(layer).__name__}; build_decoder_layer() builds a decoder layer")
+        raise TypeError(f"layer is a {type(layer).__name__}; build_decoder_layer() returns layer, rotary_emb")
     weight = layer.self_attn.q_proj.weight
     shape = tuple(hidden_states.shape)
     if len(shape) != 3 or shape[2] != weight.shape[1]:
@@ -383,12 +379,14 @@ def _check_inputs(
             f"position_ids has shape {tuple(position_ids.shape)}; batch {batch} with {length} token(s) needs "
             f"({batch}, {length})"
         )
-    expected = (length, layer.self_attn.head_dim)
+    kind, expected = layer.self_attn.layer_type, (length, layer.self_attn.head_dim)
+    if (other := getattr(position_embeddings[0], "layer_type", kind)) != kind:
+        raise ValueError(f"position_embeddings have the layer_type {other!r}; make them with this layer's, {kind!r}")
     for name, tensor in zip(("cos", "sin"), position_embeddings, strict=True):
-        if tuple(tensor.shape) not in ((batch, *expected), (1, *expected)):
+        if tuple(tensor.shape) not in ((batch, *expected), (1, *expected)) or tensor.dtype != weight.dtype:
             raise ValueError(
-                f"position_embeddings' {name} has shape {tuple(tensor.shape)}; this call needs "
-                f"{(batch, *expected)}: use get_position_embeddings with the same position_ids"
+                f"position_embeddings' {name} has shape {tuple(tensor.shape)} in {tensor.dtype}; this call needs "
+                f"{(batch, *expected)} in {weight.dtype}: use get_position_embeddings with these tokens and position_ids"
             )
 
 

@@ -1,9 +1,8 @@
-"""Dates as instructors write them, and words and pages that a person reads."""
+"""Dates and time zones as instructors write them."""
 
 import pytest
 
 from instructor.grading.class_.dates import read_date, time_zone
-from instructor.grading.submission.harmless import with_policy
 from instructor.grading.submission.results import GradingError
 
 
@@ -33,9 +32,3 @@ def test_what_is_no_date_is_refused(text):
 def test_a_zone_that_does_not_exist_is_refused():
     with pytest.raises(GradingError, match="no time zone"):
         time_zone("Mars/Olympus")
-
-
-def test_a_pages_policy_knows_no_script_of_its_cells():
-    page = "<html><head><script>own()</script></head><body><script>theirs()</script><script src='https://evil.example/x'></script>"
-    policy = with_policy(page).partition("content=")[2].partition(">")[0]
-    assert policy.count("sha256-") == 1 and "evil" not in policy

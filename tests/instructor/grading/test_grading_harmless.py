@@ -181,8 +181,9 @@ def test_a_terminal_is_not_sent_what_it_would_obey():
 
 
 def test_a_page_of_feedback_runs_its_own_scripts_only():
-    page = '<html><head><script src="https://cdn.example/m.js"></script><script>go()</script></head><body><script>no()</script></body></html>'
+    page = '<html><head><script src="https://cdn.example/m.js"></script><script>go()</script></head><body><script>no()</script><script src="https://evil.example/x"></script></body></html>'
     made = with_policy(page)
     policy = made.split('content="')[1].split('"')[0]
     assert "default-src 'none'" in policy and "script-src https://cdn.example 'sha256-" in policy
-    assert "'unsafe-inline'" not in policy.split("script-src")[1] and policy.count("sha256-") == 1
+    assert "'unsafe-inline'" not in policy.split("script-src")[1]
+    assert policy.count("sha256-") == 1 and "evil" not in policy

@@ -43,21 +43,6 @@ def test_an_fp8_cache_has_a_scale_for_each_head(page):
     assert relative_error(out[:, 2:], plain[:, 2:].double()) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("scales", "error", "says"),
-    [
-        (None, ValueError, "NoneType. Without scales pass ones"),
-        (torch.ones(2), ValueError, r"float32 of shape \(2, 2\)"),
-        (torch.ones(2, 2, dtype=torch.float64), ValueError, "torch.float64 of shape"),
-    ],
-    ids=("none", "a scale for each of K and V", "float64"),
-)
-def test_wrong_scales_are_named(scales, error, says):
-    k = torch.randn(2, 2, 50, 16).to(torch.float8_e4m3fn)
-    with pytest.raises(error, match=says):
-        attention_decode(torch.randn(2, 4, 1, 16), k, k, kv_scales=scales)
-
-
 def test_a_layer_step_takes_the_kernel_by_itself_only_in_a_graph_on_a_hopper_gpu(monkeypatch):
     from types import SimpleNamespace
 
@@ -98,6 +83,7 @@ def test_strides_are_free():
     assert relative_error(out, expected) < 1e-5
 
 
+FP8 = dict.fromkeys(("k_cache", "v_cache"), torch.randn(2, 2, 50, 16).to(torch.float8_e4m3fn))
 MISTAKES = {
     "lengths as a list": ({"seqlens": [3, 4]}, TypeError, "int32"),
     "lengths in int64": ({"seqlens": torch.tensor([3, 4])}, ValueError, "torch.int64"),
@@ -110,15 +96,18 @@ MISTAKES = {
     "heads that do not fit": ({"q": torch.randn(2, 3, 1, 16)}, ValueError, "multiple"),
     "a gradient": ({"q": torch.randn(2, 4, 1, 16, requires_grad=True)}, ValueError, "backward"),
     "scales of a cache that is not fp8": ({"kv_scales": torch.ones(2, 2)}, TypeError, r"they are torch\.float32 and"),
+    "fp8 without scales": (FP8, ValueError, "NoneType. Without scales pass ones"),
+    "a scale for each of K and V": (FP8 | {"kv_scales": torch.ones(2)}, ValueError, r"float32 of shape \(2, 2\)"),
+    "scales in float64": (FP8 | {"kv_scales": torch.ones(2, 2).double()}, ValueError, "torch.float64 of shape"),
     "a typo": ({"seqlen": torch.tensor([3, 4])}, TypeError, "seqlen"),
 }
 
 
 @pytest.mark.parametrize(("change", "error", "says"), MISTAKES.values(), ids=MISTAKES)
 def test_wrong_arguments_are_named(change, error, says):
-    arguments = {"q": torch.randn(2, 4, 1, 16), "k_cache": torch.randn(2, 2, 50, 16)} | change
+    q, k, v = torch.randn(2, 4, 1, 16), *torch.randn(2, 2, 2, 50, 16)
     with pytest.raises(error, match=says):
-        attention_decode(arguments.pop("q"), arguments.pop("k_cache"), torch.randn(2, 2, 50, 16), **arguments)
+        attention_decode(**({"q": q, "k_cache": k, "v_cache": v} | change))
 
 
 def draw_shape(rng: random.Random, *, fp8: bool = False) -> Shape:

@@ -89,25 +89,10 @@ def test_run_compare_report_check(folder):
         assert checked.exit_code == 2 and "of a CPU" in checked.stderr
         refused = labs_bench("run", "--targets", SDPA, "--target-extra-arg", SMALL, "--update-expectations")
         assert refused.exit_code == 2 and "of a CPU" in refused.stderr
+        refused = small("--backend cudnn", "--run-id", "refused", "--profile", "minimal")
+        assert refused.exit_code == 1 and refused.stderr.endswith("refused; artifacts/refused\n"), "without profiles"
     missing = labs_bench("compare", "a", "nothing")
     assert missing.exit_code == 2 and "no results at nothing" in missing.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--targets", "labs/cudnn_sdpa_bench:flash_spd"], "Did you mean labs/cudnn_sdpa_bench:flash_sdp"),
-        (["--targets", SDPA, "--profile", "maximal"], "none, minimal, roofline, deep_dive"),
-        (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--backend flush"], "Did you mean flash"),
-        (["--targets", SDPA, "--l2", "hot"], '--l2 must be "warm" or "cold"'),
-        (["--targets", SDPA, "--max-seconds", "0"], "--max-seconds must be"),
-        ([], "no target was given"),
-    ],
-)
-def test_bad_input_is_one_line_before_anything_runs(folder, words, message):
-    done = labs_bench("run", *words)
-    assert done.exit_code == 2 and message in done.stderr and done.stderr.startswith("error:")
-    assert not (folder / "artifacts").exists()
 
 
 @pytest.mark.slow

@@ -123,3 +123,5 @@ def test_report_writes_tables_and_plots(tmp_path, document):
     before, written = plt.get_fignums(), write_report(document, tmp_path)
     assert [path.name for path in written] == ["results.csv", "report.md", "latency.png", "roofline.png"]
     assert all(path.stat().st_size > 500 for path in written) and plt.get_fignums() == before
+    document["cases"].append(document["cases"][0] | {"target": "mine:flash_sdp"})  # the same name in another module
+    assert len(set(write_report(document, tmp_path))) == 6

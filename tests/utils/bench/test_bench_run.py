@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -50,6 +52,12 @@ def test_wrong_outputs_are_never_timed(tmp_path, monkeypatch):
     assert exit_code(document) == 1
 
 
+def test_each_case_of_a_sweep_keeps_its_own_profiles(tmp_path):
+    document = run_cpu(tmp_path, [SDPA], [SMALL], sweep=Sweep("backend", ("flash", "math")), profile="minimal")
+    files = [file for case in document["cases"] for one in case["profiles"].values() for file in one["files"]]
+    assert len(set(files)) == 4 and all(Path(file).is_file() for file in files)
+
+
 def test_an_exception_out_of_memory_and_a_later_case(tmp_path, monkeypatch):
     calls = iter([torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), ValueError("broken kernel")])
 
@@ -96,7 +104,7 @@ def test_one_side_alone_and_refusals_beside_it(tmp_path):
     sweep = Sweep("dtype", ("fp16", "fp32"))
     document = run_cpu(tmp_path, ["attention_suite:sdpa"], flags, sweep=sweep)
     assert [case["status"] for case in document["cases"]] == ["refused", "ok"]
-    assert "fp16" in document["cases"][0]["reason"] and exit_code(document) == 0
+    assert "Use --dtype fp32" in document["cases"][0]["reason"] and exit_code(document) == 0
     document = run_cpu(tmp_path, ["labs/flashattention_gluon:baseline_flashattention_gluon"], run_id="one")
     (case,) = document["cases"]
     assert list(case["sides"]) == ["baseline"] and case["comparison"] is None

@@ -288,6 +288,7 @@ def wrong_calls():
         "create the inputs with the layer's dtype": lambda: prefill_forward(layer, x.bfloat16(), ids, emb),
         r"position_ids has shape \(2, 5\).*\(2, 6\)": lambda: prefill_forward(layer, x, ids[:, :5], emb),
         r"cos has shape \(2, 1, 256\).*\(2, 6, 256\)": lambda: prefill_forward(layer, x, ids, at_emb),
+        "in torch.bfloat16; this call": lambda: prefill_forward(layer, x, ids, [e.bfloat16() for e in emb]),
         "build_decoder_layer": lambda: prefill_forward(rotary_emb, x, ids, emb),
         "6 tokens .* room for 4": lambda: prefill_forward(layer, x, ids, emb, initialize_kv_cache(CONFIG, 4)),
         "DynamicCache; make a StaticCache": lambda: prefill_forward(layer, x, ids, emb, DynamicCache()),
@@ -309,6 +310,10 @@ def wrong_calls():
         "pass prefill_hidden_states": step(**no_cache),
         "batch and hidden size must agree": step(**no_cache, prefill_hidden_states=x[:1]),
         "layer_type is 'global'.*full_attention": lambda: get_position_embeddings(x, ids, rotary_emb, "global"),
+        "rotary_emb is a Gemma3DecoderLayer": lambda: get_position_embeddings(x, ids, layer, "full_attention"),
+        "layer_type 'full_attention'; make them with this layer's, 'sliding_attention'": lambda: prefill_forward(
+            layer, x, ids, get_position_embeddings(x, ids, rotary_emb, "full_attention")
+        ),
         "max_cache_len is 0": lambda: initialize_kv_cache(CONFIG, 0),
         "'flash'; allowed": lambda: build_decoder_layer(attn_implementation="flash"),
         "layers 0 to 17": lambda: build_decoder_layer(layer_idx=18),

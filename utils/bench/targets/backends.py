@@ -94,9 +94,8 @@ def prove(asked: str, launched: Launched, direction: str = "forward") -> str:
         if not launched.kernels or ran not in PINS:
             return ran  # the operator is the proof; "overrideable" has no kernels of its own
     backend = backend_of(ran)
-    pattern, names = (
-        (backend.kernels, launched.kernels) if launched.kernels else (backend.cpu_operators, launched.operators)
-    )
+    names = launched.kernels or launched.operators
+    pattern = backend.kernels if launched.kernels else backend.cpu_operators
     if pattern and not any(re.search(pattern, name) for name in names):
         raise WrongRun(
             f"backend {ran} was asked for and none of what was launched is its own ({pattern}): "

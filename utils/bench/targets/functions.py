@@ -10,8 +10,10 @@ float64 is compared with the baseline as it is, and a note says so.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
+import inspect
 import math
 import os
 import re
@@ -135,6 +137,14 @@ def count_cost(fn: Callable, workload: CallWorkload) -> Cost:
     return Cost(int(counter.get_total_flops()), sum(tensor.nbytes for tensor in (*tensors, *written)))
 
 
+def check_order(name: str, fn: Callable, given: list[str]) -> None:
+    """Raise BenchError if the tensors have the names of the function's parameters, and not their order."""
+    with contextlib.suppress(ValueError):  # a function in C may say nothing of its parameters
+        takes = list(inspect.signature(fn).parameters)
+        if set(given) <= set(takes) and given != takes[: len(given)]:
+            raise BenchError(f"{name} takes {', '.join(takes)}; give the tensors of --input in that order, first.")
+
+
 def _tuple(results: Any) -> tuple:
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
@@ -157,9 +167,10 @@ class FunctionTarget(Target):
         values = {key: setting.value for key, setting in settings.items()}
         arguments = tuple(read_argument(text, values) for text in values.get("inputs", self.arguments))
         case = Case(self.name, CallWorkload(arguments), settings, device)
-        found = (self.function(case, side) for side in self.sides)
-        functions = tuple(fn for name, fn in found if name)
-        return [replace(case, workload=CallWorkload(arguments, functions))]
+        found = [one for one in (self.function(case, side) for side in self.sides) if one[0]]
+        for name, fn in found:
+            check_order(name, fn, [one.name for one in arguments if one.fill])
+        return [replace(case, workload=CallWorkload(arguments, tuple(fn for _, fn in found)))]
 
     def inputs(self, case):
         """Return the tensors of the call."""
@@ -171,13 +182,12 @@ class FunctionTarget(Target):
         results, said = self._reference(case, inputs)
         tensors = [one.double() for one in _tuple(results) if isinstance(one, torch.Tensor)]
         self.compared_with = said if tensors or said.startswith("not") else "not compared: no tensor is returned"
-        return {"output" if i == 0 else f"output {i}": tensor for i, tensor in enumerate(tensors)}
+        return {f"output {i} ({said})": tensor for i, tensor in enumerate(tensors)}
 
     def _reference(self, case: Case, inputs: tuple) -> tuple[Any, str]:
         """Return the results that both sides are compared with, and what they are, in words."""
-        name, fn = self.function(case, "baseline")
-        if alone := not name:
-            name, fn = self.function(case, "optimized")
+        alone = not self.function(case, "baseline")[0]
+        name, fn = self.function(case, "optimized" if alone else "baseline")
         if alone and not inputs:
             return None, "not compared: it has no --against and no --input"
         constants = case.workload.constants
