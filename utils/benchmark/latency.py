@@ -143,13 +143,20 @@ def count_cuda_kernels(prof) -> dict[str, int]:
             "count_cuda_kernels() needs a torch.profiler.profile whose `with` block (or stop()) has ended "
             f"and whose schedule reached its active steps; got {type(prof).__name__}."
         ) from error
-    steps = sum(1 for event in events if _is_step(event) and event.device_type == DeviceType.CPU)
+    steps = [event for event in events if _is_step(event) and event.device_type == DeviceType.CPU]
+    if getattr(prof, "record_steps", False) and (not steps or all(map(_is_step, events))):
+        raise ValueError(
+            "count_cuda_kernels() was given a profile whose schedule kept no step: record CPU activity too, and call "
+            "prof.step() once for each step, ten times with default_schedule (eleven begin anew and drop them)."
+        )
+    # Where the calls end before the schedule, the last prof.step() has opened a step in which nothing runs.
+    count = len([step for step in steps if step.cpu_children] or steps) or 1
     roots = [event for event in events if event.device_type == DeviceType.CPU and event.cpu_parent is None]
     names = Counter(_cuda_kernel_names(events) or [name for event in roots for name in _working_operators(event)])
     totals: Counter = Counter()
-    for name, count in names.items():
-        totals[DOCUMENTED_KEY[classify(name)]] += count
-    counts = {key: round(totals[key] / max(steps, 1)) for key in KERNEL_KEYS}
+    for name, times in names.items():
+        totals[DOCUMENTED_KEY[classify(name)]] += times
+    counts = {key: round(totals[key] / count) for key in KERNEL_KEYS}
     return counts | {"total": sum(counts.values())}
 
 

@@ -87,6 +87,8 @@ class Timing:
             )
         if self.graph and not self.on_gpu:
             raise ValueError("graph=True captures a CUDA graph and needs a CUDA GPU; leave it out on a CPU.")
+        if self.roofs is not None and not hasattr(self.roofs, "peak_tflops"):
+            raise ValueError(f"roofs is {self.roofs!r}; give machine_roofs(), or datasheet_roofs of a GPU's name.")
         for name in ("max_seconds", "flops", "bytes"):
             x = getattr(self, name)
             if x is not None and (not isinstance(x, Real) or x is True or x <= 0 or not x < math.inf):

@@ -74,7 +74,7 @@ def usable_device(device: torch.device | str | int | None) -> torch.device:
     count = torch.cuda.device_count()
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
         have = "there is no CUDA GPU here" if count == 0 else f"this machine has {count} CUDA GPUs, counted from 0"
-        raise ValueError(f'device is {str(device)!r}, and {have}; leave device out or pass device="cpu".')
+        raise ValueError(f'device is {str(device)!r}, and {have}; pass device="cpu".')
     return chosen
 
 

@@ -131,6 +131,17 @@ def test_cpu_leaf_operators_per_step():
     assert counts == {"gemm": 1, "elementwise": 2, "softmax": 1, "layernorm": 1, "memory": 1, "other": 2, "total": 8}
 
 
+def test_a_loop_that_ends_before_or_after_its_schedule_is_counted_right_or_refused():
+    x = torch.randn(8, 8)
+    for calls in range(4, 12):
+        prof = record_cpu(lambda: [x @ x for _ in range(3)], calls, schedule=default_schedule)
+        if 5 <= calls <= 10:
+            assert count_cuda_kernels(prof)["gemm"] == 3, calls
+        else:
+            with pytest.raises(ValueError, match="kept no step"):
+                count_cuda_kernels(prof)
+
+
 def test_uneven_steps_are_rounded():
     x, turn = torch.randn(8, 8), iter(range(100))
 

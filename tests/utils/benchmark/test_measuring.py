@@ -169,6 +169,7 @@ def test_an_exception_goes_through_with_label_and_phase():
         ({"flops": 1.0, "roofs": ROOFS, "dtype": "fp8"}, "no peak for fp8; they have fp32, bf16"),
         ({"discard": "outliers"}, "discard is 'outliers'; it is a list of 'outliers' and 'throttled'"),
         ({"discard": ["slow"]}, "discard is ['slow']"),
+        ({"roofs": "A100"}, "roofs is 'A100'; give machine_roofs(), or datasheet_roofs of a GPU's name"),
         ({"device": "meta"}, "CUDA GPUs and CPUs are measured, not 'meta'"),
         ({"graph": True, "device": "cpu"}, "graph=True captures a CUDA graph and needs a CUDA GPU"),
     ],
