@@ -323,6 +323,8 @@ def expect(mbarrier, bytes=None, pred=True, bytes_per_cta=None, from_cta=None) -
 def arrive(mbarrier, *, count=1, pred=True, from_cta=None) -> None:
     """Arrive `count` times."""
     count = constant(count, "mbarrier.arrive's count")
+    if count < 1:
+        refuse("barrier", f"mbarrier.arrive: count must be 1 or more, got {count}.")
     if is_true(pred):
         context.program().reschedule()
         for barrier, block in zip(barriers_of(mbarrier, "mbarrier.arrive"), _senders(from_cta), strict=True):

@@ -209,6 +209,7 @@ def join(a, b):
 def gather(src, index, axis):
     """Return elements along an axis, by a tensor of indices."""
     axis = constant(axis, "gather's axis")
+    memory.check_indices("gl.gather", index, axis, src.shape[axis])
     work(src)
     return Tensor(np.take_along_axis(src.data, index.data, axis), src.dtype, index.layout)
 

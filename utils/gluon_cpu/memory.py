@@ -238,12 +238,7 @@ class MemDesc:
     def _check_places(self, indices, axis: int, operation: str) -> None:
         """Refuse indices that name no element along an axis, or memory of another block of the cluster."""
         layouts.check_same_blocks(self, indices.layout, operation)
-        size = self.view.shape[axis]
-        wrong = indices.data[(indices.data < 0) | (indices.data >= size)]
-        if wrong.size:
-            text = f"{self.label}.{operation}: index {int(wrong[0])} along dimension {axis}, which has {size} elements"
-            hint = "Clamp the indices first: a GPU reads or writes other memory"
-            refuse("out of bounds", f"{text}, 0 to {size - 1}. {hint}.")
+        check_indices(f"{self.label}.{operation}", indices, axis, self.view.shape[axis])
 
     def gather(self, indices, axis):
         """Return elements along an axis, by a tensor of indices."""
@@ -258,6 +253,15 @@ class MemDesc:
         self._check_places(indices, axis, "scatter")
         access(self, write=True, what=f"the scatter into {self.label}", covers=False)
         np.put_along_axis(self.view, indices.data, values.data, axis)
+
+
+def check_indices(what: str, indices, axis: int, size: int) -> None:
+    """Refuse indices that name no element along an axis."""
+    wrong = indices.data[(indices.data < 0) | (indices.data >= size)]
+    if wrong.size:
+        text = f"{what}: index {int(wrong[0])} along dimension {axis}, which has {size} elements"
+        hint = "Clamp the indices first: a GPU reads or writes something else"
+        refuse("out of bounds", f"{text}, 0 to {size - 1}. {hint}.")
 
 
 class Rearranged(MemDesc):

@@ -178,15 +178,16 @@ def slot_used_again(x_ptr, y_ptr):
 
 
 @gluon.jit
-def gather_and_scatter(y_ptr, index, scatter: gl.constexpr):
+def gather_and_scatter(y_ptr, index, CASE: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     smem = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     places = gl.arange(0, 128, layout)
     smem.store(places.to(gl.float32))
     indices = gl.where(places == 5, index, places)
-    if scatter:
+    if CASE == "scatter":
         smem.scatter(places.to(gl.float32), indices, axis=0)
-    gl.store(y_ptr + places, smem.gather(indices, axis=0))
+    gathered = gl.gather(places.to(gl.float32), indices, 0) if CASE == "registers" else smem.gather(indices, axis=0)
+    gl.store(y_ptr + places, gathered)
 
 
 @gluon.jit

@@ -289,15 +289,15 @@ def test_tiles_that_begin_before_the_first_query(shape, causal, window, variant,
     assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
 
-@pytest.mark.parametrize("scatter", [False, True])
-def test_indices_outside_of_shared_memory_are_refused(scatter):
+@pytest.mark.parametrize("case", ["gather", "scatter", "registers"])
+def test_indices_outside_are_refused(case):
     y = torch.zeros(128)
     with gluon_cpu.simulate():
-        small.gather_and_scatter[(1,)](y, 5, scatter)
+        small.gather_and_scatter[(1,)](y, 5, case)
     assert torch.equal(y, torch.arange(128.0))
     for index in (-1, 128):
         with pytest.raises(gluon_cpu.GlobalMemoryError, match=f"index {index} "), gluon_cpu.simulate():
-            small.gather_and_scatter[(1,)](y, index, scatter)
+            small.gather_and_scatter[(1,)](y, index, case)
 
 
 def test_a_phase_whose_arrivals_are_known_needs_no_wait():

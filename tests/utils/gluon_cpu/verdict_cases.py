@@ -564,6 +564,12 @@ The phase waits for one.
 -        mbarrier.arrive(ready)
 +        mbarrier.arrive(ready, count=2)
 
+handoff: an arrival of nobody | misuse | barrier
+@ mbarrier.arrive(ready
+A count is 1 or more.
+-        mbarrier.arrive(ready)
++        mbarrier.arrive(ready, count=0)
+
 consumers: the last tile passed by without a wait | misuse | barrier, race
 @ mbarrier.arrive(empty @ tma_load(x_desc, [0, i
 A consumer that does not wait may arrive for the tile before, in the other consumer's place.
