@@ -67,7 +67,9 @@ def mutants(text: str) -> Iterator[Mutant]:
             changes["one more arrival"] = re.sub(r"count=([^)]+)\)", r"count=\1 + 1)", code)
         if "use_acc=False" in code:
             changes["use_acc"] = code.replace("use_acc=False", "use_acc=True")
-        behind_init = statement == "fence_async_shared()" and "mbarrier.init" in "".join(lines[number - 5 : number])
+        behind_init = statement == "fence_async_shared()" and re.search(
+            "mbarrier.init|async proxy, and may", "".join(lines[number - 5 : number + 1])
+        )
         for what, changed in changes.items():
             what = "fence behind init" if behind_init else what
             yield Mutant(
