@@ -54,6 +54,8 @@ class MBarrier:
         self.last_arrivals: list[str] = []  # of the phase before
         self.arrived = Knowledge({}, {})  # what those who arrived in this phase knew
         self.over = Knowledge({}, {})  # the same for all phases that have ended
+        self.waited: set[int] = set()  # phases that somebody has waited for
+        self.doubts: dict[int, tuple] = {}  # phases that an arrival might have counted for: what, where, who
 
     @property
     def name(self) -> str:
@@ -105,9 +107,24 @@ class MBarrier:
         """Let a block of the running partition arrive n times."""
         p = context.partition()
         self.check_visible(block)
+        self.doubt(what, block)
         block.tick()  # who knows of this arrival knows more than what came before it
         self.arrived.learn(block)
         self.count_arrivals(n, what, p.label(block), context.site(), p.time)
+
+    def doubt(self, what: str, block: Block) -> None:
+        """Keep an arrival by who does not know that the phase before has ended: it might count for that one."""
+        if self.phases_unknown_to(block):
+            self.doubts[self.phase - 1] = what, context.site(), context.partition().label(block)
+            self.report_doubts()
+
+    def report_doubts(self) -> None:
+        """Report the doubtful arrivals of phases that somebody has waited for."""
+        for phase in self.doubts.keys() & self.waited:
+            what, site, who = self.doubts.pop(phase)
+            text = f"{what} counts for phase {phase + 1} of {self.name}, but {who} does not know that phase {phase} has ended"
+            text += ". A little earlier it would have counted for that one, which is waited for, in place of another's. First wait "
+            report("barrier", f"{text}for what follows its end: for a slot's next tile.", site, partition=who)
 
     def count_arrivals(self, n: int, what: str, who: str, site: Site, now: float) -> None:
         """Count n arrivals by an instruction (`what`), at the model time `now`."""
@@ -196,50 +213,10 @@ def wait(barrier: MBarrier, parity: int, block: Block) -> None:
     else:
         program.wait_for(barrier, parity)
     block.learn(barrier.over)
+    barrier.waited.add(barrier.phase - 1)
+    barrier.report_doubts()
     p.last_wait.pop(barrier, None)  # the last one stays last
     p.last_wait[barrier] = (parity, barrier.phase, context.site())
-
-
-class NamedBarrier(MBarrier):
-    """One of the sixteen barriers of a block that threads meet at by a number, without shared memory.
-
-    A round ends when `count` threads have come; who only passes by is counted and does not wait.
-    """
-
-    def __init__(self, number: int, threads: int, site: Site, block: Block):
-        self.number, self.count, self.site, self.block, self.shared = number, threads, site, block.index, False
-        self._start(("named barrier", number, 0, block.index), threads)
-
-    @property
-    def name(self) -> str:
-        """What reports call it."""
-        return f"named barrier {self.number}"
-
-    def check_visible(self, block: Block) -> None:
-        """Nothing initializes a named barrier."""
-
-
-def come_to_named_barrier(number: int, threads: int, waits: bool) -> None:
-    """Count the threads of the running partition at a named barrier; if it waits, until the round is complete."""
-    program = context.program()
-    p = program.partition
-    if program.num_ctas > 1:
-        refuse("unknown operation", "gluon_cpu knows named barriers in kernels without clusters only.")
-    if not 0 <= number < 16:
-        refuse("kernel", f"A block has the named barriers 0 to 15; got {number}.")
-    program.reschedule()
-    block = p.blocks[0]
-    if number not in program.named_barriers:
-        program.named_barriers[number] = NamedBarrier(number, threads, context.site(), block)
-    barrier = program.named_barriers[number]
-    if barrier.count != threads:
-        refuse("kernel", f"{barrier.name} was for {barrier.count} threads ({barrier.site}), and is now for {threads}.")
-    parity = barrier.phase & 1
-    barrier.arrive(32 * p.num_warps, "bar.sync" if waits else "bar.arrive", block)
-    if waits:
-        wait(barrier, parity, block)
-    else:
-        spend_barrier(barrier.name)
 
 
 # ---- what kernels call -------------------------------------------------------------------------------------------
@@ -346,6 +323,8 @@ def expect(mbarrier, bytes=None, pred=True, bytes_per_cta=None, from_cta=None) -
 def arrive(mbarrier, *, count=1, pred=True, from_cta=None) -> None:
     """Arrive `count` times."""
     count = constant(count, "mbarrier.arrive's count")
+    if count < 1:
+        refuse("barrier", f"mbarrier.arrive: count must be 1 or more, got {count}.")
     if is_true(pred):
         context.program().reschedule()
         for barrier, block in zip(barriers_of(mbarrier, "mbarrier.arrive"), _senders(from_cta), strict=True):

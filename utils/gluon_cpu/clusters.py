@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from utils.machine import versions
 
 from . import context
@@ -53,11 +51,6 @@ def cluster_wait() -> None:
 @known("barrier", of=CLUSTER)
 def cluster_barrier(relaxed=False) -> None:
     """Let the blocks of the cluster meet."""
-    if constant(relaxed, "relaxed"):
-        context.program().check_outside_of_partitions("cluster.barrier")
-        blocks = context.partition().blocks
-        for block, other in itertools.product(blocks, blocks):
-            join(other.clock, block.inits)
-    else:
-        context.program().meet("cluster.barrier")
-    spend_barrier("cluster")
+    if context.program().num_ctas > 1:
+        cluster_arrive(relaxed)
+        cluster_wait()

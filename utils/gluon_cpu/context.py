@@ -142,11 +142,9 @@ def report(
     stack = sites()
     if at is not None:
         stack = (at, *(stack[1:] if stack and stack[0] == at else ()))
-    finding = _finding(kind, message, stack, partition, others)
-    if _program is not None:
-        _program.mark(finding)
-    if _program is None or not _program.collect(finding):
-        raise ERRORS[kind](finding)
+    error = _kept(_finding(kind, message, stack, partition, others))
+    if _program is None or _program.run.stop_at_first:
+        raise error
 
 
 def note(kind: str, message: str, others: tuple[Site, ...]) -> None:
@@ -157,7 +155,7 @@ def note(kind: str, message: str, others: tuple[Site, ...]) -> None:
 
 
 def _kept(finding: Report) -> Exception:
-    """Put a finding into the run and on its timeline, and return the error to raise."""
+    """Put a finding into the run and on its timeline, and return its error."""
     if _program is not None:
         _program.mark(finding)
         _program.collect(finding)

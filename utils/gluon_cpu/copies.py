@@ -253,7 +253,7 @@ def store_wait(pendings, read_only=True) -> None:
             block.clock["tma store", p.index, block.index] = number
         p.time = max(p.time, end)
     if p.time > start:
-        program.record("partition", "store wait", "", None, start, p.time)
+        program.record("partition", "copy wait", "", None, start, p.time)
 
 
 # ---- cp.async ----------------------------------------------------------------------------------------------------
@@ -327,6 +327,8 @@ def cp_async_arrive(mbarrier, increment_count=True) -> None:
     program.reschedule()
     p, bars = program.partition, own_barriers(mbarrier, "async_copy.mbarrier_arrive")
     threads, last = 32 * p.num_warps, p.copy_count
+    for bar, block in zip(bars, p.blocks, strict=True):
+        bar.doubt("async_copy.mbarrier_arrive", block)
     if increment_count:
         for bar in bars:
             bar.pending += threads

@@ -238,8 +238,6 @@ class _BlockType:
     def __eq__(self, other) -> bool:
         return (self.element_ty.name, self.shape) == (other.element_ty.name, other.shape)
 
-    __hash__ = None  # type: ignore[assignment]  # equality is all that kernels ask for
-
 
 class Descriptor:
     """A TMA descriptor inside of a kernel."""

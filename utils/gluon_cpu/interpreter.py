@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from . import clusters, context, copies, language, layouts, ptx, reductions, tcgen05  # noqa: F401 (they fill the table)
-from .aggregates import Aggregate, is_instance
+from .aggregates import Aggregate, flatten, is_instance
 from .context import refuse
 from .known import TABLE, advice, meaning, once_for_constants, unwrap
 from .memory import MemDesc
@@ -116,8 +116,8 @@ def _value(x):
     return x if isinstance(x, _VALUES) else x.value
 
 
-def _assign(value, label: str):
-    """Assign a value to a variable: numbers become run-time scalars, as in Triton."""
+def _assign(value, label: str | tuple[str, ...]):
+    """Assign a value to a variable, or to several: numbers become run-time scalars, as in Triton."""
     kind = type(value)
     if kind is Tensor:
         return value
@@ -125,9 +125,11 @@ def _assign(value, label: str):
         value = value.value
     if isinstance(value, NUMBERS):
         return to_tensor(value)
+    if label:
+        _hold(value, label)
     if isinstance(value, tuple):
         return tuple(_assign(v, "") for v in value)
-    if label and isinstance(value, MemDesc):
+    if isinstance(label, str) and isinstance(value, MemDesc):
         if not value.allocation.name:
             value.allocation.name = label
             context.program().labels.clear()
@@ -137,6 +139,15 @@ def _assign(value, label: str):
                 leaf.allocation.path = f"{label}.{path}"
                 context.program().labels.clear()
     return value
+
+
+def _hold(value, label: str | tuple[str, ...]) -> None:
+    """Remember the names by which the running function holds memory: that lives as long as a later line has one (reuse.py)."""
+    function = context.site().function
+    for part, names in zip(value, label, strict=False) if isinstance(label, tuple) else [(value, label)]:
+        for leaf in flatten((part,)):
+            if isinstance(leaf, MemDesc):
+                leaf.allocation.names |= {(function, name) for name in names.split()}
 
 
 def _two_values(follower, other, names: tuple[str, str]) -> None:
@@ -251,9 +262,9 @@ def find(function):
     return _meaning_of(function)
 
 
-def call(function, *args):
+def call(function, *args, **kwargs):
     """Make a call in kernel code."""
-    return find(function)(*args)
+    return find(function)(*args, **kwargs)
 
 
 def _meaning_of(function):

@@ -13,7 +13,7 @@ from triton.language.extra import libdevice
 
 from utils.machine import versions
 
-from . import context, layouts, memory
+from . import context, layouts, memory, reuse
 from .aggregates import flatten
 from .context import refuse
 from .dtypes import from_bits, numpy_type, promote, round_number, round_to, to_bits
@@ -87,6 +87,7 @@ for _name, _function in {
     "max_contiguous": lambda input, values=None: input,
     "max_constancy": lambda input, values=None: input,
     "assume": lambda cond: None,
+    "static_print": print,
     "expect_zero": lambda x, mask: x,
 }.items():
     known(_name)(_function)
@@ -124,6 +125,7 @@ def convert_layout(value, layout, assert_trivial=False):
         program = context.program()
         if program.num_ctas > 1 and layouts.block_bases(value.layout) != layouts.block_bases(layout):
             program.meet("gl.convert_layout between blocks")
+        reuse.exchange("gl.convert_layout", lambda: layouts.crosses_warps(value.layout, layout, list(value.shape)))
         work(value)
     return Tensor(data, value.dtype, layout, value.buffer, value.reads)
 
@@ -207,6 +209,7 @@ def join(a, b):
 def gather(src, index, axis):
     """Return elements along an axis, by a tensor of indices."""
     axis = constant(axis, "gather's axis")
+    memory.check_indices("gl.gather", index, axis, src.shape[axis])
     work(src)
     return Tensor(np.take_along_axis(src.data, index.data, axis), src.dtype, index.layout)
 
@@ -377,12 +380,6 @@ def device_assert(cond, msg="", mask=None):
 def device_print(prefix, *args, hex=False):
     """Print values, with the program's index before them."""
     print(context.program().ids, prefix, *(a.data if isinstance(a, Tensor) else a for a in args))
-
-
-@known()
-def static_print(*values, sep=" ", end="\n", file=None, flush=False):
-    """Print constants."""
-    print(*values, sep=sep, end=end)
 
 
 @known("barrier", "thread_barrier", of=(gl,))

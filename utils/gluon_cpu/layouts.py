@@ -316,6 +316,19 @@ def elements_of(layout, shape: tuple[int, ...], warps: int, blocks: int = 1) -> 
     return flat
 
 
+def crosses_warps(a, b, shape: list[int]) -> bool:
+    """Return whether warps need elements under layout b that other warps hold under a; False where the compiler chooses one."""
+    if isinstance(a, AutoLayout) or isinstance(b, AutoLayout):
+        return False
+    held, wanted = (elements_of(x, tuple(shape), *_warps_and_blocks()) for x in (a, b))
+    return not all(np.isin(wanted[..., warp], held[..., warp]).all() for warp in range(held.shape[-1]))
+
+
+def spans_warps(layout, shape: list[int], axis: int) -> bool:
+    """Return whether several warps hold a slice along an axis; False where the compiler chooses the layout."""
+    return layout not in (None, AUTO) and any(basis[axis] for basis in linear(layout, shape).warp_bases)
+
+
 def bank_conflicts(distr_ty, shared_ty) -> int:
     """Return the bank conflicts of an access, as Triton counts them."""
     from triton.experimental.gluon.language._core import shared_memory_descriptor_type

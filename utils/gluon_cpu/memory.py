@@ -24,6 +24,7 @@ class Allocation:
     def __init__(self, dtype, shape: list[int], layout, index: int):
         self.dtype, self.shape, self.layout, self.index = dtype, shape, layout, index
         self.name = ""  # the first variable that held it
+        self.names: set[tuple[str, str]] = set()  # all that have: their functions and they
         self.path = ""  # the path to it through an aggregate, such as ring.bars.full
         self.data: np.ndarray = np.zeros(shape, numpy_type(dtype))
         self.written: np.ndarray = np.zeros(shape, np.int8)  # 0, or the number of the one of `spreads` that wrote it
@@ -31,11 +32,10 @@ class Allocation:
         self.records: list[list[Access]] = [[] for _ in range(context.program().num_ctas)]  # of each block
         self.barriers: dict[int, list] = {}  # the MBarriers in it, by their place: one for each block
         self.bytes = math.prod(layouts.per_block(shape, layout)) * dtype.primitive_bitwidth // 8  # in each block
-        self.site = context.site()
+        self.chain = context.sites()  # the line that allocated it, and the calls that led there
+        self.site = self.chain[0]
         self.first = self.last = context.program().steps  # when it was in use, in steps of the program
-        p, callers = context.partition(), context.sites()[1:]
-        specialized = any(not other.finished for other in context.program().partitions[1:])
-        self.place = (p.index, specialized, callers)  # who allocated it: partition, and the calls that led there
+        self.partition = context.partition().index  # who allocated it
         self.opened: list[Clock] = []  # what each block knew when it was first touched
         self.opened_at, self.opened_by = self.site, ""
 
@@ -53,15 +53,11 @@ class Allocation:
         """What the kernel calls it."""
         labels = context.program().labels
         if self.index not in labels:
-            labels[self.index] = self._find_label()
+            # A function that makes rings gives the memory of each the same name: then the path says which ring is meant.
+            others = context.program().allocations if self.path else []
+            own = "" if any(a.name == self.name and a is not self for a in others) else self.name
+            labels[self.index] = own or self.path or f"shared memory of line {self.site.line}"
         return labels[self.index]
-
-    def _find_label(self) -> str:
-        # A function that makes rings gives the memory of each the same name: then the path says which ring is meant.
-        others = context.program().allocations if self.path else []
-        if self.path and (not self.name or any(a.name == self.name and a is not self for a in others)):
-            return self.path
-        return self.name or f"shared memory of line {self.site.line}"
 
 
 class MemDesc:
@@ -242,12 +238,7 @@ class MemDesc:
     def _check_places(self, indices, axis: int, operation: str) -> None:
         """Refuse indices that name no element along an axis, or memory of another block of the cluster."""
         layouts.check_same_blocks(self, indices.layout, operation)
-        size = self.view.shape[axis]
-        wrong = indices.data[(indices.data < 0) | (indices.data >= size)]
-        if wrong.size:
-            text = f"{self.label}.{operation}: index {int(wrong[0])} along dimension {axis}, which has {size} elements"
-            hint = "Clamp the indices first: a GPU reads or writes other memory"
-            refuse("out of bounds", f"{text}, 0 to {size - 1}. {hint}.")
+        check_indices(f"{self.label}.{operation}", indices, axis, self.view.shape[axis])
 
     def gather(self, indices, axis):
         """Return elements along an axis, by a tensor of indices."""
@@ -262,6 +253,15 @@ class MemDesc:
         self._check_places(indices, axis, "scatter")
         access(self, write=True, what=f"the scatter into {self.label}", covers=False)
         np.put_along_axis(self.view, indices.data, values.data, axis)
+
+
+def check_indices(what: str, indices, axis: int, size: int) -> None:
+    """Refuse indices that name no element along an axis."""
+    wrong = indices.data[(indices.data < 0) | (indices.data >= size)]
+    if wrong.size:
+        text = f"{what}: index {int(wrong[0])} along dimension {axis}, which has {size} elements"
+        hint = "Clamp the indices first: a GPU reads or writes something else"
+        refuse("out of bounds", f"{text}, 0 to {size - 1}. {hint}.")
 
 
 class Rearranged(MemDesc):

@@ -290,7 +290,4 @@ def finished_tensor(x):
     return Accumulator(x.product, list(x._data.shape), x.dtype, x.layout, token=False)
 
 
-@known(of=(hopper,))
-def warpgroup_mma_init(value):
-    """Return a tensor as the accumulator to start from."""
-    return value
+known("warpgroup_mma_init", of=(hopper,))(lambda value: value)

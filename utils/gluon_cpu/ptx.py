@@ -14,16 +14,59 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from . import context
-from .barriers import come_to_named_barrier
-from .context import refuse
+from .barriers import MBarrier, spend_barrier, wait
+from .context import Block, refuse
 from .known import known
 from .products import finished_tensor, wait_products
+from .reports import Site
 from .tensors import Tensor, to_tensor
 
 _E4M3_TO_FP16 = (
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
 )
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16).numpy()  # by their bits
+
+
+class NamedBarrier(MBarrier):
+    """One of the sixteen barriers of a block that threads meet at by a number, without shared memory.
+
+    A round ends when `count` threads have come; who only passes by is counted and does not wait.
+    """
+
+    def __init__(self, number: int, threads: int, site: Site, block: Block):
+        self.number, self.count, self.site, self.block, self.shared = number, threads, site, block.index, False
+        self._start(("named barrier", number, 0, block.index), threads)
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return f"named barrier {self.number}"
+
+    def check_visible(self, block: Block) -> None:
+        """Nothing initializes a named barrier."""
+
+
+def come_to_named_barrier(number: int, threads: int, waits: bool) -> None:
+    """Count the threads of the running partition at a named barrier; if it waits, until the round is complete."""
+    program = context.program()
+    p = program.partition
+    if program.num_ctas > 1:
+        refuse("unknown operation", "gluon_cpu knows named barriers in kernels without clusters only.")
+    if not 0 <= number < 16:
+        refuse("kernel", f"A block has the named barriers 0 to 15; got {number}.")
+    program.reschedule()
+    block = p.blocks[0]
+    if number not in program.named_barriers:
+        program.named_barriers[number] = NamedBarrier(number, threads, context.site(), block)
+    barrier = program.named_barriers[number]
+    if barrier.count != threads:
+        refuse("kernel", f"{barrier.name} was for {barrier.count} threads ({barrier.site}), and is now for {threads}.")
+    parity = barrier.phase & 1
+    barrier.arrive(32 * p.num_warps, "bar.sync" if waits else "bar.arrive", block)
+    if waits:
+        wait(barrier, parity, block)
+    else:
+        spend_barrier(barrier.name)
 
 
 @known()

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from utils.machine import versions
 
-from . import context, layouts
+from . import context, layouts, reuse
 from .context import refuse
 from .dtypes import is_int, round_to
 from .known import constant, known
@@ -30,6 +30,7 @@ def _reduce_axis(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tens
             text = "A reduction across the blocks of a cluster is in Triton from 3.8 on"
             refuse("unknown operation", f"{text}. Reduce each block's part, and add the parts with gl.atomic_add.")
         program.meet("A reduction across blocks")
+    reuse.exchange("A reduction", lambda: layouts.spans_warps(x.layout, list(x.shape), axis))
     work(x)
     out = np.asarray(function(data, axis))
     dtype = dtype or x.dtype

@@ -71,75 +71,56 @@ class SimulationError(RuntimeError):
 
     kind = "error"
 
+    def __init_subclass__(cls, kind: str):
+        cls.kind = kind
+
     def __init__(self, report: Report):
         super().__init__(str(report))
         self.report = report
 
 
-class DeadlockError(SimulationError):
+class DeadlockError(SimulationError, kind="deadlock"):
     """Every partition waits, and nothing is under way that could wake one of them."""
 
-    kind = "deadlock"
 
-
-class RaceError(SimulationError):
+class RaceError(SimulationError, kind="race"):
     """Nothing puts two accesses to the same memory or registers in order, and at least one of them writes."""
 
-    kind = "race"
 
-
-class FenceError(SimulationError):
+class FenceError(SimulationError, kind="missing fence"):
     """An ordinary and an asynchronous access to shared memory are in order, but no fence lies between the two proxies."""
 
-    kind = "missing fence"
 
-
-class UninitializedError(SimulationError):
+class UninitializedError(SimulationError, kind="uninitialized"):
     """The kernel reads shared memory that nothing has written."""
 
-    kind = "uninitialized"
 
-
-class BarrierError(SimulationError):
+class BarrierError(SimulationError, kind="barrier"):
     """The use of an mbarrier is undefined in hardware, or breaks its counting."""
 
-    kind = "barrier"
 
-
-class LayoutError(SimulationError):
+class LayoutError(SimulationError, kind="layout"):
     """The compiler or the hardware refuses a layout or a shape."""
 
-    kind = "layout"
 
-
-class UnfinishedError(SimulationError):
+class UnfinishedError(SimulationError, kind="unfinished"):
     """The kernel ends while copies are still under way."""
 
-    kind = "unfinished"
 
-
-class GlobalMemoryError(SimulationError):
+class GlobalMemoryError(SimulationError, kind="out of bounds"):
     """An access lies outside of the tensor that its pointer came from."""
 
-    kind = "out of bounds"
 
-
-class UnknownOperationError(SimulationError):
+class UnknownOperationError(SimulationError, kind="unknown operation"):
     """The simulator does not know an operation."""
 
-    kind = "unknown operation"
 
-
-class KernelError(SimulationError):
+class KernelError(SimulationError, kind="kernel"):
     """The code is no valid Gluon: a run-time value in place of a constexpr, or types that do not fit."""
 
-    kind = "kernel"
 
-
-class EndlessLoopError(SimulationError):
+class EndlessLoopError(SimulationError, kind="endless loop"):
     """A program takes more steps than it may."""
-
-    kind = "endless loop"
 
 
 ERRORS = {error.kind: error for error in SimulationError.__subclasses__()}

@@ -5,10 +5,9 @@ second. It knows of lines, not of copies: a TMA store or a wgmma may read the fi
 compiler puts no wait there. The simulator gives each buffer its own memory, so it compares times in place of bytes. Whoever
 touches the second buffer first must know that what was under way in the first is over.
 
-Only pairs are reported of which the text shows that they may share memory: both are allocated by the same call of a function, the
-second in no loop that the first is not in, and no later line of that function names the first or a view of it. So buffers that
-different functions allocate are never reported. Where one line allocates both, in two turns of a loop, they are
-the same memory.
+Only pairs are reported of which the text shows that they may share memory: in the innermost function that led to both, by its own
+lines or by its calls, the second is in no loop that the first is not in, and no later line has a name that held the first or a view
+of it in this run. Where one line allocates both, in two turns of a loop, they are the same memory.
 """
 
 from __future__ import annotations
@@ -16,15 +15,17 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
+from . import context
 from .accesses import Access, is_over
-from .context import report
+from .context import Clock, report
 from .memory import Allocation
 from .reports import Site
 
 _LOOPS = (ast.For, ast.While)
-_GIVE_TENSORS = {"load", "gather", "warpgroup_mma"}  # calls whose results are values, no views of memory
+Chain = tuple[Site, ...]
 
 
 @functools.cache
@@ -48,55 +49,50 @@ def _lines_around(function: ast.FunctionDef, line: int) -> set[int]:
     return {n.lineno for n in ast.walk(function) if isinstance(n, _LOOPS) and n.lineno <= line <= (n.end_lineno or 0)}
 
 
-def _called(call: ast.Call) -> str:
-    """Return the last part of the name of what is called."""
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
-
-
-def _names_of(function: ast.FunctionDef, line: int) -> set[str]:
-    """Return the names that what a line allocates may have: its own, those of views, and of what holds it."""
-    statements = [n for n in ast.walk(function) if isinstance(n, ast.Assign | ast.AnnAssign | ast.AugAssign)]
-    names: set[str] = set()
-    while True:
-        before = len(names)
-        for statement in statements:
-            if isinstance(statement.value, ast.Call) and _called(statement.value) in _GIVE_TENSORS:
-                continue
-            inside = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-            if statement.lineno <= line <= (statement.end_lineno or 0) or inside & names:
-                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                names |= {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
-        if len(names) == before:
-            return names
-
-
 @functools.cache
-def _may_share(first: Site, second: Site) -> bool:
-    """Return whether the text lets the compiler give a buffer the memory of one that was allocated before it."""
+def _may_share(first: Chain, second: Chain, names: frozenset, second_names: frozenset) -> bool:
+    """Return whether the text lets the compiler give a buffer the memory of one that was allocated before it.
+
+    Each is given by its line and those of the calls that led there, innermost first, and by the names that have held it.
+    """
     if first == second:
         return True
-    function = _source(first)
-    if function is None or _source(second) is not function or second.line <= first.line:
+    while len(first) > 1 and len(second) > 1 and first[-1] == second[-1]:
+        first, second = first[:-1], second[:-1]
+    if second[-1].line < first[-1].line:  # it is one of the next turn of a loop; in each turn the text's order holds
+        first, second, names = second, first, second_names
+    (here, there), function = (first[-1].line, second[-1].line), _source(first[-1])
+    if function is None or _source(second[-1]) is not function or here == there:
         return False
-    if _lines_around(function, second.line) - _lines_around(function, first.line):
+    if _lines_around(function, there) - _lines_around(function, here):
         return False  # what a loop uses is alive in all of its turns
-    names = _names_of(function, first.line)
-    if not names:
-        return False  # nobody holds it by a name: the text does not show its life
     simple = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
-    allocating = [n for n in ast.walk(function) if isinstance(n, simple) and n.lineno <= second.line]
-    after = max(n.end_lineno or n.lineno for n in allocating)
+    allocating = [n for n in ast.walk(function) if isinstance(n, simple) and n.lineno <= there]
+    # What is given to a function that allocates may be used in there.
+    after = max(n.lineno - 1 if len(second) > 1 else n.end_lineno or n.lineno for n in allocating)
     later = (n for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
-    return not any(n.id in names and n.lineno > after for n in later)
+    return not any((function.name, n.id) in names and n.lineno > after for n in later)
 
 
-def _under_way(first: Allocation, second: Allocation) -> Access | None:
-    """Return what still used the first buffer when the second one was first touched."""
-    for index, records in enumerate(first.records):
+def _under_way(first: Allocation, clocks: list[Clock]) -> Access | None:
+    """Return what uses a buffer and is not over for who has these clocks, one for each block."""
+    for records, clock in zip(first.records, clocks, strict=True):
         for old in records:
-            if old.component[0] != "partition" and not is_over(old, second.opened[index]):
+            if old.component[0] != "partition" and not is_over(old, clock):
                 return old
     return None
+
+
+def exchange(what: str, crosses: Callable[[], bool]) -> None:
+    """Report a buffer that is in use while values go from warp to warp: through shared memory, in a place like a new buffer's."""
+    program = context.program()
+    p = program.partition
+    for first in program.allocations if p.wgmmas or p.stores or p.copies else ():
+        old = _under_way(first, [block.clock for block in p.blocks]) if first.partition == p.index else None
+        if old and _may_share(first.chain, context.sites(), frozenset(first.names), frozenset()) and crosses():
+            text = f"{what} moves values between warps through shared memory, and may get that of {first.label}, which no later line uses"
+            text += f": {old.what} ({old.partition}, {old.site}) may still be under way there. Wait for it before that."
+            report("race", text, others=(old.site,))
 
 
 def finish(program) -> None:
@@ -104,28 +100,23 @@ def finish(program) -> None:
     busy = [a for a in program.allocations if any(r.component[0] != "partition" for rs in a.records for r in rs)]
     # A line that allocates several buffers in one turn: which of them a later turn's buffer is, its number does not say.
     pairs = itertools.combinations(busy, 2)
-    several = {a.site for a, b in pairs if a.site == b.site and a.first <= b.last and b.first <= a.last}
+    several = {a.chain for a, b in pairs if a.chain == b.chain and a.first <= b.last and b.first <= a.last}
     for first in busy:
         for second in program.allocations[first.index + 1 :]:
-            if second.first <= first.last or not second.opened or second.place != first.place:
+            if second.first <= first.last or not second.opened or second.partition != first.partition:
                 continue
-            if not _may_share(first.site, second.site) or (first.site == second.site and first.site in several):
+            again = first.chain == second.chain  # the same line in the next turn of a loop
+            names = frozenset(first.names), frozenset(second.names)
+            if not _may_share(first.chain, second.chain, *names) or (again and first.chain in several):
                 continue
-            old = _under_way(first, second)
+            old = _under_way(first, second.opened)
             if old is None:
                 continue
-            again = first.site == second.site  # the same line in the next turn of a loop
             share = "is the same memory in the next turn of the loop" if again else "may get its memory"
             text = (
                 f"{second.label} is allocated after the last line that uses {first.label}, so it {share}. When "
                 f"{second.label} is first used, {old.what} ({old.partition}, {old.site}) may still be under way"
             )
             hint = "" if again else f", or allocate both before line {old.site.line}"
-            report(
-                "race",
-                f"{text}. Wait for it before that{hint}.",
-                at=second.opened_at,
-                others=(old.site,),
-                partition=second.opened_by,
-            )
+            report("race", f"{text}. Wait for it before that{hint}.", second.opened_at, (old.site,), second.opened_by)
             break

@@ -47,7 +47,8 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Assign(self, node):
         self.generic_visit(node)
-        label = node.targets[0].id if self.names_memory and isinstance(node.targets[0], ast.Name) else ""
+        target = node.targets[0] if self.names_memory else ast.Tuple([])
+        label = tuple(map(_names_in, target.elts)) if isinstance(target, ast.Tuple) else _names_in(target)
         kind = "layout" if _makes_a_layout(node.value) else "assign"
         node.value = _at(_runtime_call(kind, node.value, ast.Constant(label)), node)
         return node
@@ -143,6 +144,10 @@ def unnamed_layouts(call: ast.Call, names: dict) -> list[ast.Attribute]:
         return []
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
     return [a for a in arguments if isinstance(a, ast.Attribute) and ".type.layout" in ast.unparse(a)]
+
+
+def _names_in(target: ast.expr) -> str:
+    return " ".join(n.id for n in ast.walk(target) if isinstance(n, ast.Name))
 
 
 def _name(name: str) -> ast.Name:

@@ -123,11 +123,10 @@ class Program:
 
     # ---- findings -------------------------------------------------------------------------------------------------
 
-    def collect(self, finding: Report) -> bool:
-        """Keep a report, unless the same line has one of its kind; return whether the kernel may go on."""
+    def collect(self, finding: Report) -> None:
+        """Keep a report, unless the same line has one of its kind."""
         if not any(r.kind == finding.kind and r.site == finding.site for r in self.run.reports):
             self.run.reports.append(finding)
-        return not self.run.stop_at_first
 
     def step(self) -> None:
         """Count one step of kernel code, and end endless loops."""

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from . import context, layouts
 from .context import refuse
 from .dtypes import FP8_LARGEST, HELD_WIDER, is_float, is_int, numpy_type, of_number, promote, round_number, round_to
-from .known import RunTimeValue, meaning, number, once_for_constants, unwrap
+from .known import RunTimeValue, number, once_for_constants, unwrap
 
 NUMBERS = (bool, int, float)
 
@@ -32,8 +32,7 @@ class Tensor(RunTimeValue):
     """A block of values in registers, or a scalar, or pointers.
 
     The data of a scalar is a Python number. Pointers have a `buffer`, a GlobalBuffer, and their data are offsets into
-    it, in elements. `reads` are the loads from shared memory that the values come from. Operators, and the methods that
-    Gluon has as functions too, are added below the class.
+    it, in elements. `reads` are the loads from shared memory that the values come from. Operators are added below the class.
     """
 
     __slots__ = ("_data", "buffer", "dtype", "layout", "reads")
@@ -59,15 +58,16 @@ class Tensor(RunTimeValue):
     numel = property(lambda self: math.prod(self.shape))
     handle = property(lambda self: self)  # what a builtin of a kernel's author passes on
 
+    T = property(lambda self: self.trans())
+
     @property
     def value(self):
         """Refused: only constants have a value before the kernel runs."""
         refuse("kernel", ".value belongs to a constexpr; this is a value known only when the kernel runs.")
 
-    @property
-    def T(self):
-        """The transpose of a matrix."""
-        return self.permute(1, 0)
+    def to(self, *args, **kwargs):
+        """Return the values in another dtype."""
+        return self.cast(*args, **kwargs)
 
     def trans(self, *dims):
         """Return the tensor with its dimensions in another order, by default the other of two."""
@@ -320,20 +320,15 @@ def _pointer_conversions(op: str, a, b) -> list:
     return [None, wide] if is_pointer[0] else [wide, None]
 
 
-# ---- operators, and methods that are functions of gl too ---------------------------------------------------------
+# ---- operators ---------------------------------------------------------------------------------------------------
 
 
 def _operator(op: str, reflected: bool = False):
     return (lambda self, other: binary(op, other, self)) if reflected else (lambda self, other: binary(op, self, other))
 
 
-def _method(name: str):
-    return lambda self, *args, **kwargs: meaning(name)(self, *args, **kwargs)
-
-
 ARITHMETIC_NAMES = "add sub mul truediv floordiv mod and or xor lshift rshift"
 ARITHMETIC_SIGNS = "+ - * / // % & | ^ << >>"
-METHODS = "expand_dims reshape permute split gather cast sum max min reduce exp exp2 log log2 cos sin sqrt rsqrt abs"
 
 for _name, _op in zip(ARITHMETIC_NAMES.split(), ARITHMETIC_SIGNS.split(), strict=True):
     setattr(Tensor, f"__{_name}__", _operator(_op))
@@ -342,6 +337,3 @@ for _name, _op in zip(["lt", "le", "gt", "ge", "eq", "ne"], COMPARISONS, strict=
     setattr(Tensor, f"__{_name}__", _operator(_op))
 for _name, _op in {"logical_and": "&", "logical_or": "|"}.items():
     setattr(Tensor, _name, _operator(_op))
-for _name in METHODS.split():
-    setattr(Tensor, _name, _method(_name))
-Tensor.to = Tensor.cast  # type: ignore[attr-defined]  # entered by the loop

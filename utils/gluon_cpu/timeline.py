@@ -37,17 +37,15 @@ COLORS = {
     "copy out": "#f58518",
     "wgmma": "#e45756",
     "wgmma wait": WAIT,
-    "store wait": WAIT,
     "copy wait": WAIT,
     "blocked": "#f4b6b0",
 }
 # Waits say by their hatching what they wait for: a barrier has none.
-HATCHES = {"wgmma wait": "///", "store wait": "...", "copy wait": "...", "blocked": "xx"}
+HATCHES = {"wgmma wait": "///", "copy wait": "...", "blocked": "xx"}
 LABELS = {
     "wgmma": "product",  # of tcgen05, too
     "wait": "wait: barrier",
     "wgmma wait": "wait: product",
-    "store wait": "wait: copy",
     "copy wait": "wait: copy",
     "blocked": "waits for ever",
     "tensor memory load": "tensor memory",

@@ -8,12 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from utils.machine.versions import adopt_newest_gluon_names
+from utils.attention.gluon.shared import tma_load, tma_store
 
-adopt_newest_gluon_names()
 aggregate = gluon.aggregate
-tma_load = gl.constexpr(tma.async_load)
-tma_store = gl.constexpr(tma.async_store)
 
 
 @aggregate

@@ -4,11 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from utils.machine.versions import adopt_newest_gluon_names
-
-adopt_newest_gluon_names()
-tma_load = gl.constexpr(tma.async_load)
-tma_store = gl.constexpr(tma.async_store)
+from utils.attention.gluon.shared import tma_load, tma_store
 
 
 @gluon.jit

@@ -36,13 +36,13 @@ def multicast_copy(in_desc, out_desc, BYTES: gl.constexpr, INIT_VISIBLE: gl.cons
 
 
 @gluon.jit
-def copy_rows(in_desc, out_desc, first, place, BYTES: gl.constexpr):
-    """Rows of a matrix from `first` on, to the rows from `place` on of another."""
+def copy_tile(in_desc, out_desc, row, place, column=0):
+    """A tile of a matrix, to the rows from `place` on of another."""
     smem = gl.allocate_shared_memory(in_desc.dtype, in_desc.block_type.shape, in_desc.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
-    mbarrier.expect(bar, BYTES)
-    tma.async_load(in_desc, [first, 0], bar, smem)
+    mbarrier.expect(bar, in_desc.block_type.nbytes)
+    tma.async_load(in_desc, [row, column], bar, smem)
     mbarrier.wait(bar, 0)
     tma.async_store(out_desc, [place, 0], smem)
     tma.store_wait(0)
@@ -224,14 +224,7 @@ def carried_tuples(y_ptr, n, LAYOUT: gl.constexpr):
 def descriptor_of_the_kernel(x_ptr, y_ptr, rows, columns, SHARED: gl.constexpr):
     x_desc = tma.make_tensor_descriptor(x_ptr, [rows, columns], [columns, 1], [16, 32], SHARED)
     y_desc = tma.make_tensor_descriptor(y_ptr, [rows, columns], [columns, 1], [16, 32], SHARED)
-    smem = gl.allocate_shared_memory(gl.float32, [16, 32], SHARED)
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    mbarrier.expect(bar, 2048)
-    tma.async_load(x_desc, [0, 32], bar, smem)
-    mbarrier.wait(bar, 0)
-    tma.async_store(y_desc, [0, 0], smem)
-    tma.store_wait(0)
+    copy_tile(x_desc, y_desc, 0, 0, 32)
 
 
 # ---- layouts -----------------------------------------------------------------------------------------------------

@@ -11,156 +11,177 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from utils.machine.versions import adopt_newest_gluon_names
+from tests.utils.gluon_cpu.gluon_small_kernels import store_matrix
+from utils.attention.gluon.shared import tma_load, tma_store
 
-adopt_newest_gluon_names()
-tma_load = gl.constexpr(tma.async_load)
-tma_store = gl.constexpr(tma.async_store)
-cp_async = gl.constexpr(async_copy.async_load)
+
+@gluon.jit
+def read_tile(x_ptr, column, stride):
+    """Load 16 rows and 32 columns from a column on."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    return gl.load(x_ptr + rows * stride + column + gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :])
+
+
+@gluon.jit
+def send(tile, x, desc, column):
+    """Store a tile through shared memory by TMA, whose end nobody waits for here."""
+    # found: store in flight, next turn, call before, turn before
+    tile.store(x)
+    fence_async_shared()
+    tma_store(desc, [0, column], tile)
+
+
+@gluon.jit
+def send_from_its_own(x, desc, column):
+    """Store a tile from a buffer that ends with this call."""
+    send(gl.allocate_shared_memory(gl.float32, [16, 32], desc.layout), x, desc, column)
 
 
 @gluon.jit
 def two_stores(x_ptr, y_desc, z_desc, CASE: gl.constexpr):
     """Store a tile and its double, each from a buffer of its own."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    rows = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
-    x = gl.load(x_ptr + rows * 32 + gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :])
+    x = read_tile(x_ptr, 0, 32)
     first = gl.allocate_shared_memory(gl.float32, [16, 32], y_desc.layout)
     if CASE == "both before":
         second = gl.allocate_shared_memory(gl.float32, [16, 32], z_desc.layout)
-    first.store(x)
-    fence_async_shared()
-    tma_store(y_desc, [0, 0], first)
+    send(first, x, y_desc, 0)
     if CASE == "wait between":
         tma.store_wait(0)
     if CASE != "both before":
         second = gl.allocate_shared_memory(gl.float32, [16, 32], z_desc.layout)
-    # found: store in flight
-    second.store(x + x)
-    fence_async_shared()
-    tma_store(z_desc, [0, 0], second)
+    send(second, x + x, z_desc, 0)
     tma.store_wait(0)
+
+
+@gluon.jit
+def load_tile(desc, bar, PARITY: gl.constexpr):
+    """Load a tile by TMA."""
+    tile = gl.allocate_shared_memory(gl.float16, [64, 64], desc.layout)
+    mbarrier.expect(bar, desc.block_type.nbytes)
+    # found: product in flight
+    tma_load(desc, [0, 0], bar, tile)
+    mbarrier.wait(bar, PARITY)
+    return tile
+
+
+@gluon.jit
+def load_first(desc):
+    """Load a tile by TMA; return its barrier, whose next phase is free, and the tile."""
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    return bar, load_tile(desc, bar, 0)
+
+
+@gluon.jit
+def square(a):
+    """Start the product of a tile with itself."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    return warpgroup_mma(a, a, gl.zeros([64, 64], gl.float32, layout), is_async=True)
 
 
 @gluon.jit
 def two_products(a_desc, b_desc, c_ptr, CASE: gl.constexpr):
     """C = A A + B B; B comes by TMA while the first product may still run."""
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    a = gl.allocate_shared_memory(gl.float16, [64, 64], a_desc.layout)
-    mbarrier.expect(bar, a_desc.block_type.nbytes)
-    tma_load(a_desc, [0, 0], bar, a)
-    mbarrier.wait(bar, 0)
-    acc = warpgroup_mma(a, a, gl.zeros([64, 64], gl.float32, acc_layout), is_async=True)
+    bar, a = load_first(a_desc)
+    acc = square(a)
     if CASE == "wait between":
         acc = warpgroup_mma_wait(0, deps=[acc])
-    b = gl.allocate_shared_memory(gl.float16, [64, 64], b_desc.layout)
-    mbarrier.expect(bar, b_desc.block_type.nbytes)
-    # found: product in flight
-    tma_load(b_desc, [0, 0], bar, b)
-    mbarrier.wait(bar, 1)
+    if CASE == "operand in deps":
+        operand = a
+    b = load_tile(b_desc, bar, 1)
+    if CASE == "operand in deps":  # the operand lives until here
+        acc, _ = warpgroup_mma_wait(0, deps=[acc, operand])
     acc = warpgroup_mma_wait(0, deps=[acc])
-    acc = warpgroup_mma(b, b, acc)
-    rows = gl.arange(0, 64, gl.SliceLayout(1, acc_layout))[:, None]
-    gl.store(c_ptr + rows * 64 + gl.arange(0, 64, gl.SliceLayout(0, acc_layout))[None, :], acc)
+    store_matrix(c_ptr, warpgroup_mma(b, b, acc))
 
 
 @gluon.jit
 def turns(x_ptr, y_desc, n, CASE: gl.constexpr):
     """Store n tiles from a buffer that each turn of the loop allocates."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    rows = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
-    columns = gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
     for i in range(n):
-        x = gl.load(x_ptr + rows * (32 * n) + i * 32 + columns)
+        x = read_tile(x_ptr, i * 32, 32 * n)
         tile = gl.allocate_shared_memory(gl.float32, [16, 32], y_desc.layout)
         if CASE == "wait before use":
             tma.store_wait(0)
-        # found: next turn
-        tile.store(x)
-        fence_async_shared()
-        tma_store(y_desc, [0, i * 32], tile)
+        send(tile, x, y_desc, i * 32)
         if CASE == "wait after use":
             tma.store_wait(0)
     tma.store_wait(0)
 
 
 @gluon.jit
-def dead_copy(x_ptr, y_ptr, CASE: gl.constexpr):
-    """A cp.async into a buffer that nobody reads is still under way when the next buffer is stored."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    at = gl.arange(0, 512, layout)
-    ahead = gl.allocate_shared_memory(gl.float32, [512], shared)
-    cp_async(ahead, x_ptr + at)
-    async_copy.commit_group()
-    if CASE == "wait between":
-        async_copy.wait_group(0)
-    out = gl.allocate_shared_memory(gl.float32, [512], shared)
-    # found: copy in flight
-    out.store(gl.load(x_ptr + at))
-    async_copy.wait_group(0)
-    gl.store(y_ptr + at, out.load(layout))
+def two_calls(x_ptr, y_desc, z_desc, n, CASE: gl.constexpr):
+    """Store n tiles and their doubles: each call may have the buffer of the call before it, in the same turn or in the last."""
+    for i in range(n):
+        x = read_tile(x_ptr, i * 32, 32 * n)
+        send_from_its_own(x, y_desc, i * 32)
+        if CASE != "call before":
+            tma.store_wait(0)
+        send_from_its_own(x + x, z_desc, i * 32)
+        if CASE != "turn before":
+            tma.store_wait(0)
+    tma.store_wait(0)
 
 
 @gluon.jit
-def copy_read_later(x_ptr, y_ptr):
-    """The buffer of the cp.async is read at the end, so no other buffer gets its memory."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    at = gl.arange(0, 512, layout)
-    ahead = gl.allocate_shared_memory(gl.float32, [512], shared)
-    view = ahead.reshape([512])
-    cp_async(ahead, x_ptr + at)
+def between_warps(x_ptr, y_desc, z_ptr, CASE: gl.constexpr):
+    """Values go from warp to warp through memory that the compiler takes as for a buffer."""
+    x = read_tile(x_ptr, 0, 32)
+    tile = gl.allocate_shared_memory(gl.float32, [16, 32], y_desc.layout)
+    send(tile, x, y_desc, 0)
+    if CASE == "wait between":
+        tma.store_wait(0)
+    if CASE == "sum in flight":
+        # found: sum in flight
+        gl.store(z_ptr + gl.arange(0, 32, gl.SliceLayout(0, x.type.layout)), gl.sum(x, 0))
+    elif CASE == "sum in each warp":
+        gl.store(z_ptr + gl.arange(0, 16, gl.SliceLayout(1, x.type.layout)), gl.sum(x, 1))
+    else:
+        # found: conversion in flight
+        store_matrix(z_ptr, gl.convert_layout(x, gl.BlockedLayout([4, 1], [4, 8], [1, 4], [0, 1])))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def copy_ahead(x_ptr, at):
+    """Start a cp.async into a buffer."""
+    ahead = gl.allocate_shared_memory(gl.float32, [512], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    async_copy.async_load(ahead, x_ptr + at)
     async_copy.commit_group()
-    out = gl.allocate_shared_memory(gl.float32, [512], shared)
+    return ahead
+
+
+@gluon.jit
+def dead_copy(x_ptr, y_ptr, CASE: gl.constexpr):
+    """A cp.async into a buffer that nobody reads is still under way when the next buffer is stored."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    at = gl.arange(0, 512, layout)
+    ahead = copy_ahead(x_ptr, at)
+    if CASE == "wait between":
+        async_copy.wait_group(0)
+    if CASE == "read later":
+        view = ahead.reshape([512])
+    out = gl.allocate_shared_memory(gl.float32, [512], ahead.layout)
+    # found: copy in flight
     out.store(gl.load(x_ptr + at))
     async_copy.wait_group(0)
-    if gl.program_id(0) == 1:  # never in this launch: the compiler cannot know
+    if CASE == "read later" and gl.program_id(0) == 1:  # never in this launch: the compiler cannot know
         gl.store(y_ptr + at, view.load(layout))
     gl.store(y_ptr + at, out.load(layout))
 
 
 @gluon.jit
-def operand_in_deps(a_desc, b_desc, c_ptr):
-    """The wait names the first product's operand, which lives until there."""
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    a = gl.allocate_shared_memory(gl.float16, [64, 64], a_desc.layout)
-    mbarrier.expect(bar, a_desc.block_type.nbytes)
-    tma_load(a_desc, [0, 0], bar, a)
-    mbarrier.wait(bar, 0)
-    acc = warpgroup_mma(a, a, gl.zeros([64, 64], gl.float32, acc_layout), is_async=True)
-    b = gl.allocate_shared_memory(gl.float16, [64, 64], b_desc.layout)
-    mbarrier.expect(bar, b_desc.block_type.nbytes)
-    tma_load(b_desc, [0, 0], bar, b)
-    mbarrier.wait(bar, 1)
-    acc, _ = warpgroup_mma_wait(0, deps=[acc, a])
-    acc = warpgroup_mma(b, b, acc)
-    rows = gl.arange(0, 64, gl.SliceLayout(1, acc_layout))[:, None]
-    gl.store(c_ptr + rows * 64 + gl.arange(0, 64, gl.SliceLayout(0, acc_layout))[None, :], acc)
-
-
-@gluon.jit
 def ring_then_tile(x_ptr, y_desc, n, LATE: gl.constexpr):
     """A ring lives through the loop that allocates a tile, even in its last turn: no memory is shared."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    rows = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
-    columns = gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
     ring = gl.allocate_shared_memory(gl.float32, [2, 16, 32], y_desc.layout)
     for i in range(n):
-        x = gl.load(x_ptr + rows * (32 * n) + i * 32 + columns)
-        slot = ring.index(i % 2)
+        x = read_tile(x_ptr, i * 32, 32 * n)
         tma.store_wait(1)
-        slot.store(x)
-        fence_async_shared()
-        tma_store(y_desc, [0, i * 32], slot)
+        send(ring.index(i % 2), x, y_desc, i * 32)
         if LATE:
             tile = gl.allocate_shared_memory(gl.float32, [16, 32], y_desc.layout)
             tile.store(x)
-            gl.store(x_ptr + rows * (32 * n) + i * 32 + columns, tile.load(layout))
     tma.store_wait(0)
 
 
@@ -168,17 +189,10 @@ def ring_then_tile(x_ptr, y_desc, n, LATE: gl.constexpr):
 def barrier_then_tile(a_desc, c_desc, CASE: gl.constexpr):
     """C = A + A in fp32, through a tile that is allocated behind the last line that names the barrier."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    a = gl.allocate_shared_memory(gl.float16, [64, 64], a_desc.layout)
-    mbarrier.expect(bar, a_desc.block_type.nbytes)
-    tma_load(a_desc, [0, 0], bar, a)
-    mbarrier.wait(bar, 0)
+    bar, a = load_first(a_desc)
     c = gl.allocate_shared_memory(gl.float32, [64, 64], c_desc.layout)
     x = a.load(layout).to(gl.float32)
-    c.store(x + x)
-    fence_async_shared()
-    tma_store(c_desc, [0, 0], c)
+    send(c, x + x, c_desc, 0)
     tma.store_wait(0)
     if CASE == "ended":
         mbarrier.invalidate(bar)

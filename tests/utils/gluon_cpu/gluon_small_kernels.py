@@ -31,6 +31,14 @@ class Counter:
 
 
 @gluon.jit
+def store_matrix(y_ptr, x):
+    """Store a matrix whose rows follow each other."""
+    layout: gl.constexpr = x.type.layout
+    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))[:, None]
+    gl.store(y_ptr + rows * x.shape[1] + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :], x)
+
+
+@gluon.jit
 def square(x):
     return x * x
 
@@ -60,8 +68,8 @@ def two_findings(y_ptr):
 
 
 @gluon.jit
-def waits(bar):
-    mbarrier.wait(bar, 0)
+def waits(bar, PARITY: gl.constexpr = 0):
+    mbarrier.wait(bar, PARITY)
 
 
 @gluon.jit
@@ -143,7 +151,7 @@ def old_tma(x_desc, y_ptr):
     mbarrier.expect(bar, x_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(x_desc, [0, 0], bar, tile)
     mbarrier.wait(bar, 0)
-    gl.store(y_ptr + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :], tile.load(layout))
+    store_matrix(y_ptr, tile.load(layout))
 
 
 @gluon.jit
@@ -170,25 +178,16 @@ def slot_used_again(x_ptr, y_ptr):
 
 
 @gluon.jit
-def gather_and_scatter(y_ptr, index, scatter: gl.constexpr):
+def gather_and_scatter(y_ptr, index, CASE: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     smem = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     places = gl.arange(0, 128, layout)
     smem.store(places.to(gl.float32))
     indices = gl.where(places == 5, index, places)
-    if scatter:
+    if CASE == "scatter":
         smem.scatter(places.to(gl.float32), indices, axis=0)
-    gl.store(y_ptr + places, smem.gather(indices, axis=0))
-
-
-@gluon.jit
-def wait_in_a_partition(bar):
-    mbarrier.wait(bar, 1)
-
-
-@gluon.jit
-def nothing(bar):
-    pass
+    gathered = gl.gather(places.to(gl.float32), indices, 0) if CASE == "registers" else smem.gather(indices, axis=0)
+    gl.store(y_ptr + places, gathered)
 
 
 @gluon.jit
@@ -198,7 +197,7 @@ def arrival_before_the_partitions():
     mbarrier.arrive(bar, count=1)
     mbarrier.wait(bar, 0)
     mbarrier.arrive(bar, count=1)
-    gl.warp_specialize([(wait_in_a_partition, (bar,)), (nothing, (bar,))], [4], [24])
+    gl.warp_specialize([(waits, (bar, 1)), (returns, (bar,))], [4], [24])
 
 
 @gluon.jit
@@ -211,7 +210,7 @@ def arrive_twice(bar):
 def arrivals_beside_the_wait():
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
-    gl.warp_specialize([(arrive_twice, (bar,)), (wait_in_a_partition, (bar,))], [4], [24])
+    gl.warp_specialize([(arrive_twice, (bar,)), (waits, (bar, 1))], [4], [24])
 
 
 @gluon.jit

@@ -6,17 +6,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra import libdevice
 
-from utils.machine.versions import adopt_newest_gluon_names
+from tests.utils.gluon_cpu.gluon_small_kernels import store_matrix
+from utils.attention.gluon.shared import tma_load
 
-adopt_newest_gluon_names()
 aggregate = gluon.aggregate
-tma_load = gl.constexpr(tma.async_load)
 
 
 @gluon.jit
@@ -41,9 +39,7 @@ def matmul_from_registers(a_desc, b_desc, c_ptr, steps, SCALE: gl.constexpr, WAI
         if WAITS:
             acc = warpgroup_mma_wait(0, deps=[acc])
     acc = warpgroup_mma_wait(0, deps=[acc])
-    i = gl.arange(0, M, gl.SliceLayout(1, layout))
-    j = gl.arange(0, N, gl.SliceLayout(0, layout))
-    gl.store(c_ptr + i[:, None] * N + j[None, :], acc)
+    store_matrix(c_ptr, acc)
 
 
 @gluon.jit
@@ -64,9 +60,7 @@ def product(
     fence_async_shared()
     mbarrier.wait(full, 0)
     acc = warpgroup_mma(a_tile, b_tile.permute([1, 0]), gl.zeros([M, N], gl.float32, layout))
-    i = gl.arange(0, M, gl.SliceLayout(1, layout))
-    j = gl.arange(0, N, gl.SliceLayout(0, layout))
-    gl.store(c_ptr + i[:, None] * N + j[None, :], acc)
+    store_matrix(c_ptr, acc)
 
 
 @gluon.jit

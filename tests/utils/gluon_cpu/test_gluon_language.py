@@ -29,6 +29,10 @@ LINE = gl.BlockedLayout([1], [32], [4], [0])
 FP8 = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 
 
+def refused_before_triton_38(error, words: str):
+    return contextlib.nullcontext() if versions.clusters_are_complete() else pytest.raises(error, match=words)
+
+
 def blocked(cga_layout):
     return gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0], cga_layout)
 
@@ -45,16 +49,15 @@ def described(x: torch.Tensor, block: list[int], cga_layout=()):
 def test_tma_reads_before_a_tensor_but_does_not_write_there():
     """On a GPU a box that is read is filled up with zeros; a store to a negative coordinate is an illegal instruction."""
     x, y = torch.randn(64, 64).half(), torch.zeros(64, 64).half()
-    block = [64, 64]
+    descriptors = described(x, [64, 64]), described(y, [64, 64])
     with gluon_cpu.simulate():
-        kernels.copy_rows[(1,)](described(x, block), described(y, block), -24, 0, 8192)
-    assert (y[:24] == 0).all() and torch.equal(y[24:], x[:40])
-    with gluon_cpu.simulate():
-        kernels.copy_rows[(1,)](described(x, block), described(y, block), 0, 40, 8192)
+        kernels.copy_tile[(1,)](*descriptors, -24, 0)
+        assert (y[:24] == 0).all() and torch.equal(y[24:], x[:40])
+        kernels.copy_tile[(1,)](*descriptors, 0, 40)
     assert torch.equal(y[40:], x[:24])
     words = r"store to the coordinates \[-24, 0\].*illegal instruction"
     with pytest.raises(gluon_cpu.GlobalMemoryError, match=words), gluon_cpu.simulate():
-        kernels.copy_rows[(1,)](described(x, block), described(y, block), 0, -24, 8192)
+        kernels.copy_tile[(1,)](*descriptors, 0, -24)
 
 
 # ---- clusters ----------------------------------------------------------------------------------------------------
@@ -76,11 +79,7 @@ def test_a_multicast_copy_reaches_every_block(blocks):
 @clusters
 def test_a_barrier_that_the_cluster_may_not_see_yet():
     x_desc, y_desc = (described(torch.zeros(64, 64).half(), [64, 64], [[0, 0]]) for _ in "xy")
-    if versions.clusters_are_complete():
-        with gluon_cpu.simulate():
-            kernels.multicast_copy[(1,)](x_desc, y_desc, 8192, False, num_ctas=2)
-        return
-    with pytest.raises(gluon_cpu.BarrierError, match="sync_cluster_init"), gluon_cpu.simulate():
+    with refused_before_triton_38(gluon_cpu.BarrierError, "sync_cluster_init"), gluon_cpu.simulate():
         kernels.multicast_copy[(1,)](x_desc, y_desc, 8192, False, num_ctas=2)
 
 
@@ -122,11 +121,8 @@ def test_blocks_of_a_cluster_share_a_tile(blocks, seed):
 @clusters
 @pytest.mark.parametrize(("blocks", "seed"), [(2, None), (2, 1), (4, None)])
 def test_a_barrier_that_the_blocks_share(blocks, seed):
-    if versions.clusters_are_complete():
+    with refused_before_triton_38(gluon_cpu.UnknownOperationError, "from 3.8 on; before, each block gets its own"):
         assert run_cluster_matmul(blocks, empty="the cluster's", meets=False, seed=seed).ok
-        return
-    with pytest.raises(gluon_cpu.UnknownOperationError, match=r"from 3\.8 on; before, each block gets its own"):
-        run_cluster_matmul(blocks, empty="the cluster's", meets=False, seed=seed)
 
 
 @clusters
@@ -167,13 +163,14 @@ def test_values_move_between_blocks():
 def test_reductions_across_blocks(blocks):
     x, y = torch.randn(3, 2048), torch.zeros(3, 2048)
     layout = gl.BlockedLayout([4], [32], [4], [0], [[1 << i] for i in range(blocks.bit_length() - 1)])
-    if blocks > 1 and not versions.clusters_are_complete():
-        with pytest.raises(gluon_cpu.UnknownOperationError, match=r"from 3\.8 on"), gluon_cpu.simulate():
-            kernels.cluster_softmax[(3,)](x, y, 2048, layout, num_ctas=blocks)
-        return
-    with gluon_cpu.simulate():
+    refused = (
+        contextlib.nullcontext()
+        if blocks == 1
+        else refused_before_triton_38(gluon_cpu.UnknownOperationError, "from 3.8 on")
+    )
+    with refused, gluon_cpu.simulate():
         kernels.cluster_softmax[(3,)](x, y, 2048, layout, num_ctas=blocks)
-    assert (y - torch.softmax(x, 1)).abs().max() < 1e-6
+        assert (y - torch.softmax(x, 1)).abs().max() < 1e-6
 
 
 @clusters
@@ -202,8 +199,7 @@ def test_the_clusters_barrier_stands_outside_of_partitions(kind):
         pytest.skip("Triton 3.9 has cluster.barrier in its place")
     with gluon_cpu.simulate():
         kernels.meeting[(1,)](kind, num_ctas=2)
-    refused = pytest.raises(gluon_cpu.KernelError, match="inside of warp_specialize")
-    with contextlib.nullcontext() if versions.clusters_are_complete() else refused, gluon_cpu.simulate():
+    with refused_before_triton_38(gluon_cpu.KernelError, "inside of warp_specialize"), gluon_cpu.simulate():
         kernels.meeting_in_a_partition[(1,)](kind, num_ctas=2)
 
 
@@ -275,11 +271,9 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("name", [name for name in REDUCTIONS if hasattr(tma, f"async_atomic_{name}")])
 def test_tma_reductions(name):
-    reduce = getattr(tma, f"async_atomic_{name}", None)
-    if reduce is None:
-        pytest.skip("Gluon has this function from Triton 3.8 on")
+    reduce = getattr(tma, f"async_atomic_{name}")
     x, y = (torch.randint(-99, 99, (16, 32), dtype=torch.int32) for _ in "xy")
     want = REDUCTIONS[name](x, y)
     with gluon_cpu.simulate():
@@ -287,9 +281,8 @@ def test_tma_reductions(name):
     assert torch.equal(y, want)
 
 
+@pytest.mark.skipif(not hasattr(tma, "async_atomic_min"), reason="Gluon has this function from Triton 3.8 on")
 def test_tma_has_no_minimum_of_fp32():
-    if not hasattr(tma, "async_atomic_min"):
-        pytest.skip("Gluon has this function from Triton 3.8 on")
     x = torch.zeros(16, 32)
     with pytest.raises(gluon_cpu.LayoutError, match=r"takes fp16, bf16.* the descriptor is fp32"), gluon_cpu.simulate():
         kernels.tma_reduction[(1,)](described(x, [16, 32]), x, tma.async_atomic_min, blocked([]))

@@ -22,6 +22,7 @@ from utils.gluon_cpu.compiling import import_file, write_source
 REMOVED = (
     *("mbarrier.wait(", "mbarrier.expect(", "mbarrier.arrive(", "mbarrier.init("),
     *("fence_async_shared()", "thread_barrier()", "tma.store_wait("),
+    *("work.q.wait_full(", "work.k.wait_full(", "work.v.wait_full("),
 )
 # A part of the statement -> why a kernel without it, or with it turned round, may pass.
 UNSEEN = {
@@ -66,7 +67,9 @@ def mutants(text: str) -> Iterator[Mutant]:
             changes["one more arrival"] = re.sub(r"count=([^)]+)\)", r"count=\1 + 1)", code)
         if "use_acc=False" in code:
             changes["use_acc"] = code.replace("use_acc=False", "use_acc=True")
-        behind_init = statement == "fence_async_shared()" and "mbarrier.init" in "".join(lines[number - 5 : number])
+        behind_init = statement == "fence_async_shared()" and re.search(
+            "mbarrier.init|async proxy, and may", "".join(lines[number - 5 : number + 1])
+        )
         for what, changed in changes.items():
             what = "fence behind init" if behind_init else what
             yield Mutant(

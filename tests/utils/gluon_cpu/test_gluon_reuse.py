@@ -20,11 +20,7 @@ def two_stores(case: str) -> None:
 
 def two_products(case: str) -> None:
     a, b, c = torch.randn(64, 64).half() / 8, torch.randn(64, 64).half() / 8, torch.zeros(64, 64)
-    arguments = descriptor(a, [64, 64]), descriptor(b, [64, 64]), c
-    if case == "operand in deps":
-        kernels.operand_in_deps[(1,)](*arguments)
-    else:
-        kernels.two_products[(1,)](*arguments, case)
+    kernels.two_products[(1,)](descriptor(a, [64, 64]), descriptor(b, [64, 64]), c, case)
     torch.testing.assert_close(c.double(), a.double() @ a.double() + b.double() @ b.double(), atol=1e-4, rtol=1e-3)
 
 
@@ -34,12 +30,21 @@ def turns(case: str) -> None:
     assert torch.equal(x, y)
 
 
+def two_calls(case: str) -> None:
+    x, y, z = torch.randn(16, 96), torch.zeros(16, 96), torch.zeros(16, 96)
+    kernels.two_calls[(1,)](x, descriptor(y, [16, 32]), descriptor(z, [16, 32]), 3, case)
+    assert torch.equal(y, x) and torch.equal(z, 2 * x)
+
+
+def between_warps(case: str) -> None:
+    x, y = torch.randn(16, 32), torch.zeros(16, 32)
+    kernels.between_warps[(1,)](x, descriptor(y, [16, 32]), torch.zeros(16, 32), case)
+    assert torch.equal(y, x)
+
+
 def dead_copy(case: str) -> None:
     x, y = torch.randn(512), torch.zeros(512)
-    if case == "read later":
-        kernels.copy_read_later[(1,)](x, y)
-    else:
-        kernels.dead_copy[(1,)](x, y, case)
+    kernels.dead_copy[(1,)](x, y, case)
     assert torch.equal(x, y)
 
 
@@ -54,12 +59,17 @@ BUGS = [
     (two_stores, "store in flight", "TMA store from first"),
     (two_products, "product in flight", "wgmma that reads"),
     (turns, "next turn", "next turn of the loop"),
+    (two_calls, "call before", "may get its memory"),
+    (two_calls, "turn before", "may get its memory"),
+    *((between_warps, case, "TMA store from tile") for case in ("sum in flight", "conversion in flight")),
     (dead_copy, "copy in flight", "cp.async into ahead"),
 ]
 CORRECT = [
     *((two_stores, case) for case in ("both before", "wait between")),
     *((two_products, case) for case in ("wait between", "operand in deps")),
     *((turns, case) for case in ("wait before use", "wait after use")),
+    (two_calls, "wait after each"),
+    *((between_warps, case) for case in ("wait between", "sum in each warp")),
     *((dead_copy, case) for case in ("wait between", "read later")),
     *((ring_then_tile, case) for case in ("early", "late")),
 ]

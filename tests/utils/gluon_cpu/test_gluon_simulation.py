@@ -1,6 +1,5 @@
 """simulate(): same seed, same run; timelines; collected reports; refusals; and this project's own kernels."""
 
-import importlib.util
 import itertools
 import linecache
 import subprocess
@@ -19,6 +18,8 @@ from tests.utils.gluon_cpu import verdict_kernels as kernels
 from tests.utils.gluon_cpu.gluon_helpers import descriptor
 from tests.utils.gluon_cpu.verdict_cases import launch_consumers
 from utils import gluon_cpu
+from utils.attention import reference
+from utils.attention.gluon import launch
 from utils.gluon_cpu import layouts, simulation
 from utils.machine import versions
 
@@ -101,7 +102,7 @@ def test_deadlock_names_everybody():
     text = str(error.value)
     assert "waits 0 waits for bar, phase parity 0" in text and "waits 1 waits for bar" in text
     assert "1 of 1 arrivals missing" in text and "returns has done its part" in text
-    assert "mbarrier.wait(bar, 0)" in text
+    assert "mbarrier.wait(bar, PARITY)" in text
 
 
 def test_no_thread_outlives_a_failure():
@@ -226,25 +227,19 @@ def test_a_slot_is_used_again_with_another_shape():
 # ---- kernels of this project ----------------------------------------------------------------------------------------
 
 
-LADDER = "utils.attention.gluon.launch"
-
-
 def simulated(shape, causal=False, window=0, step=5, seed=None):
     """Run a step on random tensors, compare its output and log-sum-exp with float64, and return both."""
-    from utils.attention import reference
-
     torch.manual_seed(shape[4])
     batch, heads, kv_heads, sq, sk, head_dim = shape
     q, k, v = (torch.randn(batch, h, s, head_dim).bfloat16() for h, s in ((heads, sq), (kv_heads, sk), (kv_heads, sk)))
     with gluon_cpu.simulate(seed=seed) as run:
-        found = importlib.import_module(LADDER).run_step(q, k, v, causal, head_dim**-0.5, window, True, step)
+        found = launch.run_step(q, k, v, causal, head_dim**-0.5, window, True, step)
     out, lse = reference(q, k, v, causal=causal, window=window or None)
     assert run.ok and (found[0].double() - out).abs().max() < 0.02 and (found[1] - lse).abs().max() < 1e-3
     return found
 
 
 @pytest.mark.usefixtures("unwritten_is_nan")
-@pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(
     ("shape", "causal", "window", "seed"),
@@ -257,25 +252,23 @@ def simulated(shape, causal=False, window=0, step=5, seed=None):
     ],
 )
 def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
-    monkeypatch.setattr(f"{LADDER}.processors", lambda device: 4)
+    monkeypatch.setattr(launch, "processors", lambda device: 4)
     simulated(shape, causal, window if step == 5 else 0, step, seed)  # the other steps have no window
 
 
 @pytest.mark.usefixtures("unwritten_is_nan")
-@pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize(
     ("head_dim", "sk", "programs", "variant"),
     [(64, 129, 4, "few"), (80, 385, 5, ""), (96, 200, 2, "three"), (128, 385, 5, "")],
 )
 def test_full_attention_in_several_tiles_a_program(head_dim, sk, programs, variant, monkeypatch):
     """Step 5 without a mask: one to six tiles for each program, two to five blocks of keys, full and partial ones."""
-    monkeypatch.setattr(f"{LADDER}.processors", lambda device: programs)
-    monkeypatch.setattr(f"{LADDER}.variant_for", lambda *given: variant)
+    monkeypatch.setattr(launch, "processors", lambda device: programs)
+    monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
     simulated((3, 2, 1, 130, sk, head_dim), seed=sk)
 
 
 @pytest.mark.usefixtures("unwritten_is_nan")
-@pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize(
     ("shape", "causal", "window", "variant", "programs"),
     [
@@ -290,21 +283,21 @@ def test_full_attention_in_several_tiles_a_program(head_dim, sk, programs, varia
 )
 def test_tiles_that_begin_before_the_first_query(shape, causal, window, variant, programs, monkeypatch):
     """Step 5 where Sk - Sq is no multiple of 64; the same bits twice."""
-    monkeypatch.setattr(f"{LADDER}.processors", lambda device: programs)
-    monkeypatch.setattr(f"{LADDER}.variant_for", lambda *given: variant)
+    monkeypatch.setattr(launch, "processors", lambda device: programs)
+    monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
     (out, lse), (again, lse_again) = (simulated(shape, causal, window, seed=seed) for seed in (1, 2))
     assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
 
-@pytest.mark.parametrize("scatter", [False, True])
-def test_indices_outside_of_shared_memory_are_refused(scatter):
+@pytest.mark.parametrize("case", ["gather", "scatter", "registers"])
+def test_indices_outside_are_refused(case):
     y = torch.zeros(128)
     with gluon_cpu.simulate():
-        small.gather_and_scatter[(1,)](y, 5, scatter)
+        small.gather_and_scatter[(1,)](y, 5, case)
     assert torch.equal(y, torch.arange(128.0))
     for index in (-1, 128):
         with pytest.raises(gluon_cpu.GlobalMemoryError, match=f"index {index} "), gluon_cpu.simulate():
-            small.gather_and_scatter[(1,)](y, index, scatter)
+            small.gather_and_scatter[(1,)](y, index, case)
 
 
 def test_a_phase_whose_arrivals_are_known_needs_no_wait():

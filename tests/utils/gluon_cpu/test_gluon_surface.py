@@ -46,7 +46,7 @@ def test_every_public_function_runs_or_says_what_to_use():
 def compare_and_swap(values_ptr, old_ptr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     i = gl.arange(0, 128, layout)
-    gl.store(old_ptr + i, (values_ptr + i // 2).atomic_cas(i // 4, i + 1000))
+    gl.store(old_ptr + i, (values_ptr + i // 2).atomic_cas(i // 4, val=i + 1000))
 
 
 def test_compare_and_swap_goes_element_by_element():

@@ -564,6 +564,20 @@ The phase waits for one.
 -        mbarrier.arrive(ready)
 +        mbarrier.arrive(ready, count=2)
 
+handoff: an arrival of nobody | misuse | barrier
+@ mbarrier.arrive(ready
+A count is 1 or more.
+-        mbarrier.arrive(ready)
++        mbarrier.arrive(ready, count=0)
+
+consumers: the last tile passed by without a wait | misuse | barrier, race
+@ mbarrier.arrive(empty @ tma_load(x_desc, [0, i
+A consumer that does not wait may arrive for the tile before, in the other consumer's place.
+-        mbarrier.wait(full.index(slot), i // STAGES & 1)
++        mbarrier.wait(full.index(slot), i // STAGES & 1, pred=i + 1 < steps)
+-        x = slots.index(slot).load(layout)
++        x = slots.index(slot * (i + 1 < steps).to(gl.int32)).load(layout)
+
 sums: announced twice | misuse | barrier
 @ mbarrier.expect(full
 Each mbarrier.expect arrives, and the phase waits for one arrival.
