@@ -211,6 +211,7 @@ WRONG_ANSWERS = [
         "q4_1",
         ("no schedule", (", schedule=default_schedule", ""), "Is schedule=default_schedule given"),
         ("no trace written", ("    prof.export_chrome_trace(str(trace_path))\n", ""), "no file was written"),
+        ("no kernels of a GPU", ("if torch.cuda.is_available():", "if False:"), "CUDA activity"),
         ("no wait", ("            synchronize()\n", ""), "call synchronize()"),
         (
             "waits after the step",
@@ -574,7 +575,7 @@ def attention_bshd(q, k, v):
 # %% bonus_5_6: missing keys not masked => their scores are 0, and should be minus infinity
 -        scores = tl.where(columns[None, :] < keys, scores, float("-inf"))
 
-# %% bonus_5_6: keys masked after the maximum => masked before it is taken
+# %% bonus_5_6: keys masked after the maximum => overflow? Is the largest score of all blocks so far subtracted
 -        scores = tl.where(columns[None, :] < keys, scores, float("-inf"))
 -        new_m = tl.maximum(m, tl.max(scores, 1))
 -        p = tl.exp(scores - new_m[:, None])

@@ -139,7 +139,7 @@ def _expect_no_loop_over_blocks(document_blocks) -> None:
     "Attention that skips",
     forbids=FUSED_ATTENTION,
     largest="the scores of a row of blocks, or q, k or v",
-    hint="visit those in the tables, and work on the scores of one row of blocks at a time",
+    hint="visit those in the tables, not their filler, and work on the scores of one row of blocks at a time",
 )
 def block_sparse_attention(block_sparse_attention, seed=None):
     """Check attention along the tables of a BlockMask: output, products, evaluations of the mask, memory."""
