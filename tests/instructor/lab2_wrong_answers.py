@@ -80,6 +80,7 @@ WRONG_ANSWERS = [
         ("numbers on the CPU", ("-1, device=device)", "-1)"), "on the device"),
         ("too long goes through", ("if sum(lengths) > size:", "if False:"), "raise a ValueError"),
         ("numbers from 1", ("= number\n", "= number + 1\n"), "expected ["),
+        ("the list emptied", ("    return numbers", "    lengths.clear()\n    return numbers"), "Work on a copy"),
     ),
     *mistakes(
         "q2_3",
@@ -113,6 +114,7 @@ WRONG_ANSWERS = [
         ("FLOPs of full blocks", ("(full + partial)", "full"), "Partial blocks are computed as well"),
         ("FLOPs of one head", ("batch * heads * ", ""), "one head of one sequence"),
         ("a block of one side", ("block**2", "block"), "block x block"),
+        ("blocks on a mask", ("return length //", "torch.ones(length, length) + 1\n    return length //"), "on paper"),
     ),
     *mistakes(
         "q3_3",

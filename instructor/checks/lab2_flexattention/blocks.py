@@ -62,7 +62,7 @@ def _edges_full(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
     return full, len(tiles) - full - empty, empty
 
 
-@check("3.2", "Promises")
+@check("3.2", "Promises", largest=64, hint="work the blocks of documents out on paper, without a mask")
 def promises(block_flops, promised_speedup, document_blocks, seed=None):
     """Check the FLOPs of the computed blocks, the promised speed-up, and the blocks of packed documents."""
     draw = Draw(seed)

@@ -43,7 +43,7 @@ def check_count_blocks(count_blocks):
             assert given == right, f"{what} is {got}, and {name} should be {right}. {hint}"
 
 
-@visible("3.2", "Promises")
+@visible("3.2", "Promises", largest=64, hint="work the blocks of documents out on paper, without a mask")
 def check_promises(block_flops, promised_speedup, document_blocks):
     short = "Documents shorter than a block still need the block, and share it."
     shared = "A block that two documents share is computed once."

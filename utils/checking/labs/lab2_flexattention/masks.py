@@ -127,7 +127,9 @@ def check_three_masks(causal, sliding_window, prefix_lm):
 def check_packed_documents(document_numbers, packed_documents):
     cpu = torch.device("cpu")
     for lengths, size, expected in (([2, 1], 5, [0, 0, 1, -1, -1]), ([1, 3], 4, [0, 1, 1, 1]), ([3], 4, [0, 0, 0, -1])):
-        got, what = document_numbers(lengths, size, cpu), f"document_numbers({lengths}, {size}, cpu)"
+        what, given = f"document_numbers({lengths}, {size}, cpu)", list(lengths)
+        got = document_numbers(given, size, cpu)
+        assert given == lengths, f"{what} left {given} of its list. Work on a copy."
         assert isinstance(got, torch.Tensor) and not got.is_floating_point() and got.dtype != torch.bool, (
             f"{what} should be a tensor of integers, and is {getattr(got, 'dtype', type(got).__name__)}"
         )
