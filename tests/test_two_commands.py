@@ -109,7 +109,8 @@ def test_a_browser_is_opened_only_on_a_display(monkeypatch, variables, expected)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert server.has_display() is expected
-    assert ("--no-browser" in server.jupyter_command(cli.ROOT / "lab1.ipynb", None)) is not expected
+    command = server.jupyter_command(cli.ROOT / "lab1.ipynb", None)
+    assert ("--no-browser" in command) is ("--ServerApp.no_browser_open_file=True" in command) is not expected
 
 
 @pytest.mark.parametrize("name", ["lab3", "lab3_gluon", "lab3_gluon.ipynb", "./lab3_gluon.ipynb"])

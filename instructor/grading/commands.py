@@ -120,8 +120,10 @@ def grade(
                 timeout=timeout,
                 limits=limits,
                 again=bool(only),
-                progress=lambda student, done, total: bar.update(
-                    task, completed=done, description=escape(for_terminal(student, 60))
+                progress=lambda student, done, total: (
+                    typer.echo(f"{done}/{total} {for_terminal(student, 60)}", err=True)
+                    if bar.disable  # without a terminal: a class may take hours
+                    else bar.update(task, completed=done, description=escape(for_terminal(student, 60)))
                 ),
             )
         if date is not None:

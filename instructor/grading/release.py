@@ -215,7 +215,7 @@ def worked_solutions(built: Built) -> str:
             schemes = [range(r.first, r.last) for r in probe.regions if r.kind == "MARK SCHEME"]
             left_out = {n for lines in schemes for n in lines} | {n for r in probe.regions for n in (r.first, r.last)}
             kept = [line for n, line in enumerate(cell.source.splitlines()) if n not in left_out]
-            cell.source = "\n".join(kept).rstrip()
+            cell.source = "\n".join(line.removesuffix("  # public") for line in kept).rstrip()
             answers += kept
     title = nbformat.v4.new_markdown_cell(
         f"# Worked solutions: {built.name}\n\nFor reading after the deadline. Answers in words are one way to say it. "

@@ -40,7 +40,6 @@ def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
 @errors_as_text
 def similar(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     """Name the submissions whose code is alike, the lab's own code left out. A person has to look at each pair."""
-    import sys
     from importlib import import_module
 
     from instructor.grading.class_.intake import submissions
@@ -55,8 +54,7 @@ def similar(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     found = submissions(course_folder, built.name)
     classes = {s.student: answers_of(built, s.path.read_bytes()) for s in found}
     for module in ANSWERS.get(built.name, {}):  # whoever copied an answer of the course is alike its file
-        import_module(module)
-        path = Path(str(sys.modules[module].__file__))
+        path = Path(str(import_module(module).__file__))
         classes[f"utils/{path.name}"] = {"file": path.read_text(encoding="utf-8")}
     pairs = alike(classes, given_code(built))
     for pair in pairs:

@@ -705,7 +705,7 @@ guesses["percent of its roof: small gemv"] = None
 guesses["percent of its roof: large gemv"] = None
 roofs = this_roof()
 ridge = roofs.ridge_point(dtype_name)
-peaks = ", ".join(f"{name} {peak:.3g} TFLOP/s" for name, peak in roofs.tflops.items())
+peaks = ", ".join(f"{name} {format_rate(peak)}" for name, peak in roofs.tflops.items())
 print(f"{roofs.name} ({roofs.origin}): {peaks}, {roofs.memory_bandwidth_tb_s * 1e3:.3g} GB/s, ridge in {dtype_name} {ridge:.1f}")
 print(f"smallest compute-bound GEMM: n = {smallest_compute_bound_gemm(ridge, dtype)}\n")
 

@@ -43,7 +43,7 @@ torch.manual_seed(0)
 print("looking at this machine: some seconds without a GPU ...", flush=True)
 roofs = machine_roofs(refresh=True)  # peak FLOP/s per dtype, memory bandwidth; run again, it keeps the best
 peak, bandwidth = roofs.tflops[dtype_name], roofs.memory_bandwidth_tb_s  # TFLOP/s, TB/s
-print(f"{'GPU' if on_gpu else 'CPU'}, PyTorch {torch.__version__}, times in {dtype_name}; {roofs.origin}: {peak:.3g} TFLOP/s, "
+print(f"{'GPU' if on_gpu else 'CPU'}, PyTorch {torch.__version__}, times in {dtype_name}; {roofs.origin}: {format_rate(peak)}, "
       f"{bandwidth * 1e3:.4g} GB/s, ridge {peak / bandwidth:.3g} FLOPs/Byte")
 
 # %% [markdown]

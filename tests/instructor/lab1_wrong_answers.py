@@ -56,11 +56,8 @@ WRONG_ANSWERS = [
         ("row tile for columns", ("(0, n_size, tile_n)", "(0, n_size, tile_m)"), ("wrong in", "raised", _EVERY)),
         ("whole rows of A", ("a[rows, k : k + tile_k]", "(a * 1.0)[rows, k : k + tile_k]"), "Are the tile sizes used"),
         ("result in float32", ("n_size, dtype=a.dtype", "n_size, dtype=torch.float32"), "should have dtype"),
-        (
-            "tiles of 64 whatever is asked",
-            ("m_size, k_size = a.shape", "m_size, k_size = a.shape\n    tile_m = tile_n = tile_k = 64"),
-            "Are the tile sizes used",
-        ),
+        ("tiles of 64", ("m_size, k_size", "tile_m = tile_n = tile_k = 64\n    m_size, k_size"), "tile sizes used"),
+        ("single elements", ("m_size, k_size", "tile_m = tile_n = tile_k = 1\n    m_size, k_size"), "are not used"),
     ),
     *mistakes(
         "q1_3",
@@ -211,6 +208,7 @@ WRONG_ANSWERS = [
         "q4_1",
         ("no schedule", (", schedule=default_schedule", ""), "Is schedule=default_schedule given"),
         ("no trace written", ("    prof.export_chrome_trace(str(trace_path))\n", ""), "no file was written"),
+        ("no kernels of a GPU", ("if torch.cuda.is_available():", "if False:"), "CUDA activity"),
         ("no wait", ("            synchronize()\n", ""), "call synchronize()"),
         (
             "waits after the step",
@@ -272,6 +270,7 @@ WRONG_ANSWERS = [
         ("not causal", ("is_causal=True, ", ""), "It is not causal"),
         ("result not turned back", ("enable_gqa=True).transpose(1, 2)", "enable_gqa=True)"), ("turned back", "shape")),
         ("no GQA", (", enable_gqa=True", ""), "raised"),
+        ("SDPA twice", ("return F.", "F.scaled_dot_product_attention(q, q, q)\n    return F."), "calls SDPA 2 times"),
     ),
     *mistakes(
         "q5_3",
@@ -574,7 +573,7 @@ def attention_bshd(q, k, v):
 # %% bonus_5_6: missing keys not masked => their scores are 0, and should be minus infinity
 -        scores = tl.where(columns[None, :] < keys, scores, float("-inf"))
 
-# %% bonus_5_6: keys masked after the maximum => masked before it is taken
+# %% bonus_5_6: keys masked after the maximum => overflow? Is the largest score of all blocks so far subtracted
 -        scores = tl.where(columns[None, :] < keys, scores, float("-inf"))
 -        new_m = tl.maximum(m, tl.max(scores, 1))
 -        p = tl.exp(scores - new_m[:, None])

@@ -80,6 +80,7 @@ WRONG_ANSWERS = [
         ("numbers on the CPU", ("-1, device=device)", "-1)"), "on the device"),
         ("too long goes through", ("if sum(lengths) > size:", "if False:"), "raise a ValueError"),
         ("numbers from 1", ("= number\n", "= number + 1\n"), "expected ["),
+        ("the list emptied", ("    return numbers", "    lengths.clear()\n    return numbers"), "Work on a copy"),
     ),
     *mistakes(
         "q2_3",
@@ -113,6 +114,7 @@ WRONG_ANSWERS = [
         ("FLOPs of full blocks", ("(full + partial)", "full"), "Partial blocks are computed as well"),
         ("FLOPs of one head", ("batch * heads * ", ""), "one head of one sequence"),
         ("a block of one side", ("block**2", "block"), "block x block"),
+        ("blocks on a mask", ("return length //", "torch.ones(length, length) + 1\n    return length //"), "on paper"),
     ),
     *mistakes(
         "q3_3",
@@ -129,12 +131,8 @@ WRONG_ANSWERS = [
         ("mask asked in full blocks", ("if j in partial:", "if True:"), "In full blocks"),
         ("full blocks missing", ("in partial + full:", "in partial:"), "Full blocks are missing"),
         ("partial blocks missing", ("in partial + full:", "in full:"), ("Partial blocks are missing", "NaN")),
-        (
-            "filler visited",
-            (_FILLER, ("in partial + full:", "in dict.fromkeys(partial + full):")),
-            ("Visit those", "Full blocks"),
-        ),
-        ("filler and full blocks", _FILLER, ("filler", "Visit those")),
+        ("filler visited", (_FILLER, ("in partial + full:", "in dict.fromkeys(partial + full):")), "filler"),
+        ("filler and full blocks", _FILLER, "filler"),
         ("key indices from the block", ("torch.arange(columns.start, columns.stop", "torch.arange(size_k"), "start of"),
         ("NaN where nothing is seen", (".nan_to_num(0.0)", ""), "NaN"),
         ("zeros instead of blocks", ("return output", "return torch.zeros_like(q)"), "Every element is zero"),

@@ -336,19 +336,19 @@ def attend_part(q, k, v):
         total, acc, top = total * scale + p, acc * scale[..., None] + p[..., None] * v[:, :, j : j + 1], new
     return acc / total[..., None], top + torch.log(total)
 
-# %% q3_2: keys expanded, merged with a maximum
+# %% q3_2: keys expanded, merged with a maximum, products and parts computed again
 def attend_part(q, k, v):
     b, h, s, d = q.shape
     n, l = k.shape[1], k.shape[2]
     k, v = (t.float()[:, :, None].expand(b, n, h // n, l, t.shape[-1]).reshape(b, h, l, -1) for t in (k, v))
     x = torch.matmul(q.float() / d**0.5, k.transpose(2, 3))
-    lse = torch.logsumexp(x, 3)
+    lse = torch.logsumexp(torch.matmul(q.float() / d**0.5, k.transpose(2, 3)), 3)
     return torch.matmul(torch.exp(x - lse.unsqueeze(3)), v), lse
 
 def split_kv_attention(q, k, v, splits):
     cuts = [round(i * k.shape[2] / splits) for i in range(splits + 1)]
     parts = [attend_part(q, k[:, :, a:b], v[:, :, a:b]) for a, b in zip(cuts, cuts[1:]) if b > a]
-    top = torch.stack([lse for _, lse in parts]).max(0).values
+    top = torch.stack([attend_part(q, k[:, :, a:b], v[:, :, a:b])[1] for a, b in zip(cuts, cuts[1:]) if b > a]).max(0).values
     weights = [torch.exp(lse - top) for _, lse in parts]
     out = sum(w[..., None] * o for w, (o, _) in zip(weights, parts)) / sum(weights)[..., None]
     return out.type_as(q)
@@ -499,14 +499,14 @@ def dequantize_fp8(x8, scale, block=None):
 def backends_in(operators):
     return [found for found in map(BACKEND_OF.get, operators) if found is not None]
 
-# %% bonus_2_4: gradients with matmul and transposes
+# %% bonus_2_4: gradients with matmul and transposes, dP computed twice
 def attention_backward(q, k, v, out, lse, dout):
     d = q.size(-1)
     s = torch.matmul(q, k.transpose(-2, -1)) / d**0.5
     p = (s - lse.unsqueeze(-1)).exp()
     dv = torch.matmul(p.transpose(-2, -1), dout)
     dp = torch.matmul(dout, v.transpose(-2, -1))
-    delta = torch.einsum("bhid,bhid->bhi", dout, out)
+    delta = torch.einsum("bhij,bhij->bhi", p, torch.matmul(dout, v.transpose(-2, -1)))
     ds = p * (dp - delta[..., None])
     return torch.matmul(ds, k) / d**0.5, torch.matmul(ds.transpose(-2, -1), q) / d**0.5, dv
 """)

@@ -31,6 +31,7 @@ WRONG_ANSWERS = [
             "open your own filter",
         ),
         ("no reason where torch gives none", (" or [first_line]", ""), "its first line"),
+        ("no choice", (" reasons or [first_line]", " [*reasons, first_line]"), ("first line", "does not say")),
         ("own words", ("return reasons or", 'return reasons and ["last dimension, dropout"] or'), "and torch"),
         ("reasons not cut", ('.split(" (Triggered internally")[0]', ""), "Triggered"),
         (

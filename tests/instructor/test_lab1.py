@@ -108,27 +108,22 @@ def test_the_scoreboard_has_the_record_and_what_was_computed(helpers):
     assert shown == ["1,608 µs", "184 µs", "168 µs", "158 µs", "2.4 µs"]
 
 
+def test_a_measured_point_has_a_unit_that_fits(helpers, monkeypatch, capsys):
+    roofs = helpers.Roofs("a GPU", "datasheet", {"fp32": 67.0, "bf16": 67.0}, 4.8)
+    monkeypatch.setattr(helpers, "this_roof", lambda: roofs)
+    monkeypatch.setattr(helpers, "plot_measured", lambda name, measured: None)
+    helpers.report_measured("points", {"large": (1e3, 65.0), "small": (1.0, 0.002)})
+    assert " 65 TFLOP/s" in (said := capsys.readouterr().out) and " 2 GFLOP/s" in said
+
+
 # ---- what the visible checks say -------------------------------------------------------------------------------------
-
-
-def _said(answers, visible, names, cell, *change) -> list[str]:
-    """What the visible checks say of an answer with one change, a pair of texts."""
-    lab_cases.run_answers({cell: lab_cases.changed_text(answers[cell], (change,))}, names)
-    scope = visible.scope(names)
-    return [said for test in visible.of(cell) if (said := visible.message(test, scope)) is not None]
-
-
-def test_a_profile_without_the_kernels_of_a_gpu_is_refused(answers, visible, names):
-    """Also on a machine without a GPU, where such a profile looks like any other."""
-    gpu = "    if torch.cuda.is_available():\n        activities.append(torch.profiler.ProfilerActivity.CUDA)\n"
-    (said,) = _said(answers, visible, names, "q4_1", gpu, "")
-    assert "CUDA activity" in said
 
 
 def test_visible_messages_hold_no_solution(answers, visible, names):
     """A visible complaint does not say the right number of a count."""
-    said = _said(answers, visible, names, "q1_4", "* dtype.itemsize", "* 3")
-    assert said and not any("2,398" in text or "4,796" in text for text in said)
+    wrong = lab_cases.changed_text(answers["q1_4"], (("* dtype.itemsize", "* 3"),))
+    said = visible.message("q1_4_tests", visible.scope(lab_cases.run_answers({"q1_4": wrong}, names)))
+    assert said and "2,398" not in said and "4,796" not in said
 
 
 @pytest.mark.gpu

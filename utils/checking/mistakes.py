@@ -177,8 +177,8 @@ def flash_mistake(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
         "masked before it is taken? Or: is a part of the output never written (head, strides, mask)?"
     )
     right = attention_in_blocks(q, k, v, Steps(), block)
-    words = name_mistakes(got, right, known) or attention_mistake(got, q, k, v)
-    return " Or: ".join(filter(None, (words, overflow if got.isnan().any() else ""))) or (
+    words = name_mistakes(got, right, known) or attention_mistake(got, q, k, v)  # a guess where every value is NaN
+    return " Or: ".join(filter(None, (overflow if got.isnan().any() else "", words))) or (
         "Are m, l and the accumulator carried from block to block, and has every pointer its head and its strides?"
     )
 

@@ -38,6 +38,7 @@ from utils import (
     read_trace,
 )
 from utils.benchmark.measuring import measure_together
+from utils.benchmark.result import format_rate as format_rate
 from utils.checking.labs.lab1 import *  # noqa: F403
 from utils.checking.labs.lab1.gemm import Queue
 from utils.files import ROOT, recorded_table
@@ -195,7 +196,7 @@ def report_measured(name: str, measured: Mapping[str, tuple[float, float]]) -> N
     results[name] = []
     for operation, (intensity, speed) in measured.items():
         part = share((intensity, speed))
-        print(f"{operation:12} {intensity:8.1f} FLOPs/Byte  {speed * 1e3:12.2f} GFLOP/s  {part:6.1%} of its roof")
+        print(f"{operation:12} {intensity:8.1f} FLOPs/Byte  {format_rate(speed):>14}  {part:6.1%} of its roof")
         results[name].append({"operation": operation, "FLOPs/Byte": intensity, "TFLOP/s": speed, "share": part})
     plot_measured(name, measured)
 
@@ -235,9 +236,7 @@ def compiled_file(name: str):
 
     if on_gpu:
         return importlib.reload(importlib.import_module(name.removesuffix(".py")))
-    print(
-        "No GPU here, so there is nothing to time: the simulator proves that the kernel is right, not that it is fast."
-    )
+    print("No GPU, so there is nothing to time: the simulator proves that the kernel is right, not that it is fast.")
     return None
 
 

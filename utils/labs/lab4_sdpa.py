@@ -22,7 +22,7 @@ from utils.attention import BACKENDS as ATTENTION_BACKENDS
 from utils.attention import find_backend, make_problem
 from utils.attention.sequences import packed_mask, padded_mask
 from utils.benchmark.measuring import measure_together
-from utils.benchmark.result import Measurement
+from utils.benchmark.result import Measurement, format_rate
 from utils.checking.labs.lab4_sdpa import *
 from utils.checking.labs.lab4_sdpa.common import BACKENDS, BackendRefused, runs
 from utils.checking.labs.lab4_sdpa.dispatch import operators_of

@@ -62,7 +62,7 @@ def _edges_full(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
     return full, len(tiles) - full - empty, empty
 
 
-@check("3.2", "Promises")
+@check("3.2", "Promises", largest=64, hint="work the blocks of documents out on paper, without a mask")
 def promises(block_flops, promised_speedup, document_blocks, seed=None):
     """Check the FLOPs of the computed blocks, the promised speed-up, and the blocks of packed documents."""
     draw = Draw(seed)
@@ -139,7 +139,7 @@ def _expect_no_loop_over_blocks(document_blocks) -> None:
     "Attention that skips",
     forbids=FUSED_ATTENTION,
     largest="the scores of a row of blocks, or q, k or v",
-    hint="visit those in the tables, and work on the scores of one row of blocks at a time",
+    hint="visit those in the tables, not their filler, and work on the scores of one row of blocks at a time",
 )
 def block_sparse_attention(block_sparse_attention, seed=None):
     """Check attention along the tables of a BlockMask: output, products, evaluations of the mask, memory."""

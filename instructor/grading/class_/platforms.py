@@ -49,9 +49,8 @@ def _waiting_note(students: list[str]) -> str:
 
 def platform_notes(students: list[Student], form: str) -> list[str]:
     """What a platform would leave out without a word, and which points are not there yet."""
-    notes = []
-    if waiting := [student.id for student in students if student.waiting]:
-        notes.append(_waiting_note(waiting))
+    waiting = [student.id for student in students if student.waiting]
+    notes = [_waiting_note(waiting)] if waiting else []
     if form != "moodle":
         return notes
     if above := [s.id for s in students if _score(s) > s.possible(False)]:

@@ -27,6 +27,7 @@ _SCHEME = re.compile(r"\b(javascript|vbscript|data|file)(\s*):", flags=re.IGNORE
 _MACRO = re.compile(
     r"\\(href|url|cssId|class|style|require|html\w*|data|bbox|Newextarrow|enclose|mmlToken)(?![A-Za-z])"
 )
+_PICTURE = re.compile(r"!(?=\[(?![^\]]*\]\(attachment:))")  # of another machine, which a page would ask for it
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029]")
 _PASTED = re.compile(r"attachment\\?:([\w.%()-]*)", flags=re.IGNORECASE)
 MAX_PIXELS = 50_000_000  # of a picture; a plot of 4 by 3 inches at 1000 dots an inch has 12 million
@@ -40,10 +41,10 @@ def shortened(text: str, most: int, sign: str = "") -> str:
 
 
 def harmless_markdown(text: str) -> str:
-    """Markdown without HTML, without links that run code, and without MathJax's commands for either."""
+    """Markdown without HTML, without links that run code or pictures from elsewhere, and without MathJax's commands for either."""
     if text.count("[") > MAX_BRACKETS:
         text = text.replace("[", "(").replace("]", ")")
-    text = _TAG.sub("< ", _CONTROL.sub("", text))
+    text = _PICTURE.sub("", _TAG.sub("< ", _CONTROL.sub("", text)))
     text = _SCHEME.sub(r"\1 :", _ENTITY.sub("& ", text))
     return _MACRO.sub(r"\\ \1", text)
 

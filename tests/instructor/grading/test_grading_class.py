@@ -119,7 +119,7 @@ def graded(small_lab, scheduler, tmp_path_factory):
     folder = root / "submitted" / "wrong" / small_lab.name
     (folder / f"{small_lab.name}.ipynb").rename(folder / "my work.ipynb")
     said = run("grade", FIXTURE_LAB, "--course", root, "--scheduler", scheduler, "--timeout", TIMEOUT)
-    assert said.exit_code == 0, said.output
+    assert said.exit_code == 0 and "8/8 " in said.output, said.output
     yield course, said.output
     frozen.undo()
 

@@ -38,6 +38,7 @@ ATTACKS = [
     "[here](data:text/html;base64,PHNjcmlwdD4=)",
     "[here][x]\n\n[x]: javascript:alert(1)",
     "<javascript:alert(1)>",
+    "![x](http://evil.example/x.png)",
     '![x](x" onerror="alert(1))',
     '![x](x "t\\" onerror=\\"alert(1)")',
     "`<svg onload=alert(1)>`",
@@ -74,6 +75,7 @@ class _Page(HTMLParser):
         for name, value in attributes:
             target = (value or "").strip().lower().replace("\t", "")
             bad |= name.startswith("on") or target.startswith(("javascript:", "data:text", "vbscript:", "//evil"))
+            bad |= name == "src" and target.startswith("http")
         if bad:
             self.found.append((tag, attributes))
 

@@ -108,7 +108,8 @@ def test_worked_solutions_hold_answers_and_no_test(name):
     assert "import lab" not in text and "MARK SCHEME" not in text
     code = [line for cell in notebook.cells if cell.cell_type == "code" for line in cell.source.splitlines()]
     assert not [line for line in code if line.strip() == "raise NotImplementedError()"]
-    assert not [line for line in text.splitlines() if "BEGIN SOLUTION" in line or "HIDDEN TESTS" in line]
+    marks = "BEGIN SOLUTION", "HIDDEN TESTS", "# public"
+    assert not [line for line in text.splitlines() if any(mark in line for mark in marks)]
     assert not [cell for cell in notebook.cells if "nbgrader" in cell.metadata]  # it cannot be handed in
     student = nbformat.reads(lab.student, as_version=4)
     assert len(notebook.cells) == len(student.cells) + 1

@@ -106,7 +106,8 @@ def expect_bshd(attention_bshd, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     (_, length, heads, d), kv_heads = q.shape, k.shape[2]
     what, group = f"attention_bshd of q {tuple(q.shape)} with {kv_heads} key-value heads", heads // kv_heads
     try:
-        got = attention_bshd(q.clone(), k.clone(), v.clone())
+        with OperationWatch() as watch:
+            got = attention_bshd(q.clone(), k.clone(), v.clone())
     except RuntimeError as error:
         apart = heads != kv_heads and "must match" in str(error)
         shared = " enable_gqa=True lets SDPA share the heads." if apart else ""
@@ -126,6 +127,8 @@ def expect_bshd(attention_bshd, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         known["This is attention over HEADS instead of tokens: SDPA wants (B, H, S, D)."] = over_heads
     hint = name_mistakes(got, right, known, hint)
     expect_close(got, right, rtol=1e-4, atol=1e-5, what=what, hint=hint)
+    calls = sum(count for name, count in watch.calls.items() if name.strip("_") == "scaled_dot_product_attention")
+    assert calls == 1, f"{what} calls SDPA {calls} times; one call does it for all sequences, heads and groups."
 
 
 @visible("5.2", "Attention with (B, S, H, D) inputs")
@@ -166,8 +169,8 @@ def check_online_softmax_stats(online_softmax_stats):
         expect_stats(online_softmax_stats, x + shift, [1, 2, 3, 3], f"the blocks with values around {shift:g}")
 
 
-def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance: float = 1e-4) -> OperationWatch:
-    """Assert the values of a call, and that no operator works on more than one tile of scores; return its watch."""
+def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance: float = 1e-4) -> None:
+    """Assert the values of a call, and that no operator works on more than one tile of scores."""
     q, k, v = inputs
     b, h, _, d = q.shape
     what = f"{name} of {q.shape[2]} queries and {k.shape[2]} keys with tiles {tuple(tiles)} in {q.dtype}"
@@ -187,9 +190,7 @@ def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance:
         "Look at the rescaling of BOTH the sum and the output, at the tiles at the edges, at where m, l and O start. Is a maximum "
         "subtracted before every exp?"
     )
-    right = attend_in_float64(q, k, v)
-    expect_close(got, right, rtol=tolerance, atol=tolerance, what=what, hint=hint)
-    return limited.watch
+    expect_close(got, attend_in_float64(q, k, v), rtol=tolerance, atol=tolerance, what=what, hint=hint)
 
 
 def expect_wide_inside(function, inputs, tiles: tuple[int, int], name: str) -> None:

@@ -77,6 +77,18 @@ def expect_wide_accumulator(gemm_tiled, a: torch.Tensor, b: torch.Tensor, tiles:
     expect_rounded_once(got, exact, what, "the product of two elements, the accumulator and C")
 
 
+def expect_tiles_used(gemm_tiled) -> None:
+    """Assert that larger tiles take fewer steps: three loops over single elements stay inside of any tile."""
+    steps = []
+    for tiles in ((1, 2, 2), (3, 4, 4)):
+        gemm_tiled(torch.ones(4, 6), torch.ones(6, 6), *tiles)
+        steps.append(len(gemm_tiled.watch.steps))
+    assert steps[1] <= 0.9 * steps[0], (
+        "gemm_tiled runs as many operators with tiles (3, 4, 4) as with (1, 2, 2): the tile sizes are not used. Walk over "
+        "the tiles of C, and for each of them over the tiles along K."
+    )
+
+
 @visible(**TILED)
 def check_gemm_tiled(gemm_tiled):
     """Check whole tiles, edges and large tiles; one step at a time, with a wide accumulator."""
@@ -88,6 +100,7 @@ def check_gemm_tiled(gemm_tiled):
         ((64, 32, 128), "Here the tiles are larger than the matrices."),
     ):
         expect_product(in_tiles(gemm_tiled, *tiles), a, b, f"gemm_tiled of (8, 5) @ (5, 6) with tiles {tiles}", hint)
+    expect_tiles_used(gemm_tiled)
     expect_wide_accumulator(gemm_tiled, torch.randn(16, 128).to(BF16), torch.randn(128, 16).to(BF16), (16, 16, 2))
     expect_product(in_tiles(gemm_tiled, 3, 4, 2), a.double(), b.double(), "gemm_tiled in float64", "")
     expect_follows_device(gemm_tiled, (2, 4), (4, 3), 2, 2, 2, what="gemm_tiled(a, b)")

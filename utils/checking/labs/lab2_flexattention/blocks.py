@@ -43,7 +43,7 @@ def check_count_blocks(count_blocks):
             assert given == right, f"{what} is {got}, and {name} should be {right}. {hint}"
 
 
-@visible("3.2", "Promises")
+@visible("3.2", "Promises", largest=64, hint="work the blocks of documents out on paper, without a mask")
 def check_promises(block_flops, promised_speedup, document_blocks):
     short = "Documents shorter than a block still need the block, and share it."
     shared = "A block that two documents share is computed once."
@@ -84,7 +84,7 @@ def check_promises(block_flops, promised_speedup, document_blocks):
     "Attention that skips",
     forbids=FUSED_ATTENTION,
     largest="the scores of a row of blocks, or q, k or v",
-    hint="visit those in the tables, and work on the scores of one row of blocks at a time",
+    hint="visit those in the tables, not their filler, and work on the scores of one row of blocks at a time",
 )
 def check_block_sparse_attention(block_sparse_attention):
     """Twelve tokens in two documents, blocks of 2 x 3; query 0 sees nothing."""
@@ -169,7 +169,7 @@ def expect_skipped(what: str, watch, asked: int, block_mask: BlockMask, q: torch
     assert watch.macs <= one * visited, (
         f"{what} does the products of {watch.macs / one:.0f} blocks; only {visited} of "
         f"{q.shape[2] * k.shape[2] // (size_q * size_k)} hold a visible pair. Visit those in the tables, and only the first "
-        "kv_num_blocks entries of a row."
+        "kv_num_blocks entries of a row: the rest is filler."
     )
     assert asked <= partial * size_q * size_k, (
         f"{what} asks mask_mod about {asked} pairs; the {partial} partial blocks hold {partial * size_q * size_k}. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -127,22 +128,19 @@ def check_three_masks(causal, sliding_window, prefix_lm):
 def check_packed_documents(document_numbers, packed_documents):
     cpu = torch.device("cpu")
     for lengths, size, expected in (([2, 1], 5, [0, 0, 1, -1, -1]), ([1, 3], 4, [0, 1, 1, 1]), ([3], 4, [0, 0, 0, -1])):
-        got, what = document_numbers(lengths, size, cpu), f"document_numbers({lengths}, {size}, cpu)"
+        what, given = f"document_numbers({lengths}, {size}, cpu)", list(lengths)
+        got = document_numbers(given, size, cpu)
+        assert given == lengths, f"{what} left {given} of its list. Work on a copy."
         assert isinstance(got, torch.Tensor) and not got.is_floating_point() and got.dtype != torch.bool, (
             f"{what} should be a tensor of integers, and is {getattr(got, 'dtype', type(got).__name__)}"
         )
         hint = " Tokens after the last document are padding: -1." if -1 in expected and -1 not in got.tolist() else ""
         assert got.tolist() == expected, f"{what} is {got.tolist()}, expected {expected}.{hint}"
-    try:
+    with contextlib.suppress(RuntimeError):  # a meta tensor has no values: code that reads some is not judged here
         on = document_numbers([1], 2, torch.device("meta")).device.type
-    except RuntimeError:
-        on = "meta"  # a meta tensor has no values: code that reads some is not judged here
-    assert on == "meta", f"document_numbers should put its tensor on the device it is given; it is on the {on}"
-    try:
+        assert on == "meta", f"document_numbers should put its tensor on the device it is given; it is on the {on}"
+    with contextlib.suppress(ValueError):
         got = document_numbers([3, 2], 4, cpu)
-    except ValueError:
-        pass
-    else:
         raise AssertionError(f"documents of 3 and 2 tokens do not fit into 4: raise a ValueError. It returned {got}")
     rows = torch.tensor([[0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 2, -1]])
     mod = packed_documents(rows)

@@ -125,6 +125,8 @@ def _expect_word(got: list[str], word: str, what: str, silenced: bool) -> None:
     why = " while the caller silences warnings: open your own filter inside" if silenced else "; torch refuses the call"
     assert got, f"{what} is empty{why}."
     assert any(word in reason.lower() for reason in got), f"{what} is {got!r}, and torch's reason speaks of {word!r}."
+    last = "the exception's first line is a reason where no other is left"
+    assert not any("no available kernel" in reason.lower() for reason in got), f"{what} is {got!r}: {last}."
 
 
 def expect_ran_once(ran: list[str], backend: str, what: str) -> None:
