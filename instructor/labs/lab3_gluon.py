@@ -13,7 +13,7 @@
 # ---
 
 # %% [markdown]
-# # Lab 3: Gluon, from Naive Attention to a Warp-Specialized Kernel
+# # Lab 3: Gluon, from Naive to Warp-Specialized Attention
 #
 # The tensor cores and the copy engine of a GPU run on their own. A kernel that does not wait for them reads garbage; one
 # that waits for the wrong thing never ends; one that always waits keeps them idle. Here you write such kernels in
