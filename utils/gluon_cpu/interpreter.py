@@ -14,6 +14,7 @@ import types
 
 import numpy as np
 import triton.language as tl
+from triton.compiler.code_generator import CodeGenerator
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
@@ -47,7 +48,7 @@ def rewrite(jit) -> tuple:
         n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     }
     names = {k: v for k, v in {**original.__globals__, **closure}.items() if k not in local}
-    function.body = rewrite_body(function.body, names)
+    function.body = rewrite_body(function.body, names, None if isinstance(jit, _AuthorBuiltin) else CodeGenerator)
     # A function around it holds what the rewritten code calls, and the variables of the original's closure.
     # In there the function has a name that no kernel uses: by its own name, the body of a method `load` would find the
     # method itself where the kernel calls a global function `load`.
@@ -139,6 +140,12 @@ def _assign(value, label: str | tuple[str, ...]):
                 leaf.allocation.path = f"{label}.{path}"
                 context.program().labels.clear()
     return value
+
+
+def _items(values):
+    if not isinstance(values, tuple):
+        refuse("kernel", "a kernel makes a list from a tuple only, such as [x + 1 for x in (a, b)].")
+    return values
 
 
 def _hold(value, label: str | tuple[str, ...]) -> None:
@@ -321,6 +328,8 @@ class _Semantic:
 AUTHOR_SEMANTIC = _Semantic()
 RUNTIME = {
     "__gluon_find": find,
+    "__gluon_items": _items,
+    "__gluon_refuse": refuse,
     "__gluon_assign": _assign,
     "__gluon_layout": _layout,
     "__gluon_names": set,

@@ -11,19 +11,33 @@ from triton.runtime.jit import JITFunction
 from utils.machine import versions
 
 
-def rewrite_body(body: list[ast.stmt], names: dict) -> list[ast.stmt]:
-    """Return the statements of a kernel, rewritten; `names` has the values of its global names."""
-    return _Rewriter(names).visit(ast.Module(body, [])).body
+def rewrite_body(body: list[ast.stmt], names: dict, reader: type | None) -> list[ast.stmt]:
+    """Return the statements of a kernel, rewritten. names: the values of its global names. reader: refuse what that cannot visit."""
+    return _Rewriter(names, reader).visit(ast.Module(body, [])).body
 
 
 class _Rewriter(ast.NodeTransformer):
     """Calls, assignments, loops and constexpr globals go through the functions of RUNTIME."""
 
-    def __init__(self, names: dict):
-        self.names = names  # the values of the function's global names
+    def __init__(self, names: dict, reader: type | None):
+        self.names, self.reader = names, reader
         # Memory has the name that the kernel gives it, not that of a variable in one of Triton's own helpers.
         self.names_memory = not str(names.get("__name__", "")).startswith("triton.")
         self.loops = 0
+
+    def visit(self, node):
+        kind = type(node).__name__
+        of_others = not isinstance(node, ast.stmt | ast.expr) or kind in ("Starred", "FormattedValue")
+        if of_others or self.reader is None or hasattr(self.reader, f"visit_{kind}"):
+            return super().visit(node)
+        why = f"Triton has no {kind} in a kernel: `{ast.unparse(node).splitlines()[0]}` does not compile."
+        refused = _runtime_call("refuse", ast.Constant("kernel"), ast.Constant(why))
+        return _at(ast.Expr(refused) if isinstance(node, ast.stmt) else refused, node)
+
+    def visit_ListComp(self, node):
+        self.generic_visit(node)
+        node.generators[0].iter = _at(_runtime_call("items", node.generators[0].iter), node)
+        return node
 
     def visit_Call(self, node):
         refused = unnamed_layouts(node, self.names) if versions.layouts_need_names() else []

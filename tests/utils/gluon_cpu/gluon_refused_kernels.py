@@ -122,3 +122,13 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
     if BUG == "unknown assembly":
         # found: unknown assembly
         a = gl.inline_asm_elementwise("brkpt;", "=r,r", [n], gl.int32, False, 1)
+    if BUG == "break":
+        while n > 0:
+            # found: break
+            break
+    if BUG == "list of a range":
+        # found: list of a range
+        a = [i for i in range(2)]
+    if BUG == "lambda":
+        # found: lambda
+        a = lambda: n  # noqa: E731

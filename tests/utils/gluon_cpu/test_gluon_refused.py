@@ -33,6 +33,9 @@ REFUSED = {
     "two names for one value": ("kernel", "Write `before = place + 0` before the loop"),
     "plain python function": ("kernel", "no @triton.jit or @gluon.jit function"),
     "unknown operation": ("unknown operation", "mma_v2. Hopper's product is warpgroup_mma"),
+    "break": ("kernel", "Triton has no Break in a kernel: `break` does not compile"),
+    "list of a range": ("kernel", "makes a list from a tuple only"),
+    "lambda": ("kernel", "Triton has no Lambda in a kernel"),
     "unknown assembly": ("unknown operation", "brkpt"),
 }
 
