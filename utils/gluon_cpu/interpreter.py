@@ -150,11 +150,11 @@ def _items(values):
 
 def _hold(value, label: str | tuple[str, ...]) -> None:
     """Remember the names by which the running function holds memory: that lives as long as a later line has one (reuse.py)."""
-    function = context.site().function
     for part, names in zip(value, label, strict=False) if isinstance(label, tuple) else [(value, label)]:
-        for leaf in flatten((part,)):
+        for leaf in (part,) if type(part) is MemDesc else flatten((part,)):
             if isinstance(leaf, MemDesc):
-                leaf.allocation.names |= {(function, name) for name in names.split()}
+                function = context.site().function
+                leaf.allocation.names.update((function, name) for name in names.split())
 
 
 def _two_values(follower, other, names: tuple[str, str]) -> None:

@@ -293,10 +293,11 @@ def _warps_and_blocks() -> tuple[int, int]:
 
 def linear(layout, shape: list[int]):
     """Return a layout as the DistributedLinearLayout or SharedLinearLayout that it is."""
-    return _linear(layout, shape, *_warps_and_blocks())
+    return _linear(layout, tuple(shape), *_warps_and_blocks())
 
 
-def _linear(layout, shape, warps: int, blocks: int):
+@functools.lru_cache(maxsize=256)
+def _linear(layout, shape: tuple[int, ...], warps: int, blocks: int):
     result = _semantic(warps, blocks).to_linear_layout(layout, list(shape))
     return getattr(result, "value", result)
 
@@ -318,9 +319,13 @@ def elements_of(layout, shape: tuple[int, ...], warps: int, blocks: int = 1) -> 
 
 def crosses_warps(a, b, shape: list[int]) -> bool:
     """Return whether warps need elements under layout b that other warps hold under a; False where the compiler chooses one."""
-    if isinstance(a, AutoLayout) or isinstance(b, AutoLayout):
-        return False
-    held, wanted = (elements_of(x, tuple(shape), *_warps_and_blocks()) for x in (a, b))
+    automatic = isinstance(a, AutoLayout) or isinstance(b, AutoLayout)
+    return not automatic and _crosses_warps(a, b, tuple(shape), *_warps_and_blocks())
+
+
+@functools.lru_cache(maxsize=256)
+def _crosses_warps(a, b, shape: tuple[int, ...], warps: int, blocks: int) -> bool:
+    held, wanted = (elements_of(x, shape, warps, blocks) for x in (a, b))
     return not all(np.isin(wanted[..., warp], held[..., warp]).all() for warp in range(held.shape[-1]))
 
 

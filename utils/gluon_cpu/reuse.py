@@ -87,9 +87,12 @@ def exchange(what: str, crosses: Callable[[], bool]) -> None:
     """Report a buffer that is in use while values go from warp to warp: through shared memory, in a place like a new buffer's."""
     program = context.program()
     p = program.partition
-    for first in program.allocations if p.wgmmas or p.stores or p.copies else ():
-        old = _under_way(first, [block.clock for block in p.blocks]) if first.partition == p.index else None
-        if old and _may_share(first.chain, context.sites(), frozenset(first.names), frozenset()) and crosses():
+    if not (p.wgmmas or p.stores or p.copies):
+        return
+    clocks = [block.clock for block in p.blocks]
+    for first in program.allocations:
+        old = _under_way(first, clocks) if first.partition == p.index else None
+        if old and crosses() and _may_share(first.chain, context.sites(), frozenset(first.names), frozenset()):
             text = f"{what} moves values between warps through shared memory, and may get that of {first.label}, which no later line uses"
             text += f": {old.what} ({old.partition}, {old.site}) may still be under way there. Wait for it before that."
             report("race", text, others=(old.site,))
