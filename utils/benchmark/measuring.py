@@ -30,7 +30,7 @@ from utils.reads import read_by
 from utils.validation import check_callable
 
 # What a GPU's events cannot tell apart in a pair of samples, whatever their number: all ratios of a matmul of 6 us to itself lay
-# within 0.4% of 1 on two H200, and with half of this on both sides 73% of 200 intervals held 1 on the one, all of 77 on the other.
+# within 0.41% of 1 on two H200, and with half of this on both sides 73% of 200 intervals held 1 on the one, all of 77 on the other.
 PAIR_APART = 0.002
 
 

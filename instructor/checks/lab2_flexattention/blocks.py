@@ -12,8 +12,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from instructor.checks.common import Draw, expect_value
 from instructor.checks.lab2_flexattention.common import Counted, attend_densely
 from utils.attention.masks import dense_mask
-from utils.checking import FUSED_ATTENTION, check, expect_close, expect_items, expect_rounded_once, poisoned_memory
-from utils.checking.labs.lab2_flexattention.blocks import expect_skipped, skipping_mistake
+from utils.checking import check, expect_close, expect_items, expect_rounded_once, poisoned_memory
+from utils.checking.labs.lab2_flexattention.blocks import PROMISES, SKIPPING, expect_skipped, skipping_mistake
 
 MOST_SECONDS = 1.0  # of a formula, which takes microseconds, also where the machine is busy
 
@@ -62,7 +62,7 @@ def _edges_full(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
     return full, len(tiles) - full - empty, empty
 
 
-@check("3.2", "Promises", largest=64, hint="work the blocks of documents out on paper, without a mask")
+@check(**PROMISES)
 def promises(block_flops, promised_speedup, document_blocks, seed=None):
     """Check the FLOPs of the computed blocks, the promised speed-up, and the blocks of packed documents."""
     draw = Draw(seed)
@@ -134,13 +134,7 @@ def _expect_no_loop_over_blocks(document_blocks) -> None:
             )
 
 
-@check(
-    "3.3",
-    "Attention that skips",
-    forbids=FUSED_ATTENTION,
-    largest="the scores of a row of blocks, or q, k or v",
-    hint="visit those in the tables, not their filler, and work on the scores of one row of blocks at a time",
-)
+@check(**SKIPPING)
 def block_sparse_attention(block_sparse_attention, seed=None):
     """Check attention along the tables of a BlockMask: output, products, evaluations of the mask, memory."""
     draw = Draw(seed)

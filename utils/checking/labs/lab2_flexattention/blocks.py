@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,20 @@ from utils.attention.masks import dense_mask
 from utils.checking import FUSED_ATTENTION, expect_close, expect_items, expect_number, expect_rounded_once, visible
 from utils.checking.masks import pairs
 from utils.checking.mistakes import name_mistakes
+
+PROMISES: dict[str, Any] = {
+    "question": "3.2",
+    "title": "Promises",
+    "largest": 64,
+    "hint": "work the blocks of documents out on paper, without a mask",
+}
+SKIPPING: dict[str, Any] = {
+    "question": "3.3",
+    "title": "Attention that skips",
+    "forbids": FUSED_ATTENTION,
+    "largest": "the scores of a row of blocks, or q, k or v",
+    "hint": "visit those in the tables, not their filler, and work on the scores of one row of blocks at a time",
+}
 
 
 @visible("3.1", "Counting blocks")
@@ -43,7 +58,7 @@ def check_count_blocks(count_blocks):
             assert given == right, f"{what} is {got}, and {name} should be {right}. {hint}"
 
 
-@visible("3.2", "Promises", largest=64, hint="work the blocks of documents out on paper, without a mask")
+@visible(**PROMISES)
 def check_promises(block_flops, promised_speedup, document_blocks):
     short = "Documents shorter than a block still need the block, and share it."
     shared = "A block that two documents share is computed once."
@@ -79,13 +94,7 @@ def check_promises(block_flops, promised_speedup, document_blocks):
         expect_number(function(*arguments), right, rel=1e-6, unit=unit, what=what, mistakes=mistakes)
 
 
-@visible(
-    "3.3",
-    "Attention that skips",
-    forbids=FUSED_ATTENTION,
-    largest="the scores of a row of blocks, or q, k or v",
-    hint="visit those in the tables, not their filler, and work on the scores of one row of blocks at a time",
-)
+@visible(**SKIPPING)
 def check_block_sparse_attention(block_sparse_attention):
     """Twelve tokens in two documents, blocks of 2 x 3; query 0 sees nothing."""
     numbers = torch.tensor([0] * 6 + [1] * 6)
