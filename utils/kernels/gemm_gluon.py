@@ -35,7 +35,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from utils.kernels.early_launch import instruct, let_next_launch_begin, wait_for_launch_before
-from utils.kernels.gemm_work import STEP, Work, allocate_ring, fill, join_cluster, know, operands, store_item
+from utils.kernels.gemm_work import STEP, Work, allocate_ring, fill, following, join_cluster, know, operands, slot_of, store_item
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -53,29 +53,33 @@ def zeros(PLAN: gl.constexpr):
 
 
 @gluon.jit
-def products(work, ring, acc, source, before, first, last, TILE: gl.constexpr):
-    """Add the products of steps `first` to `last` of a tile; there were `before` steps in other tiles."""
-    STAGES: gl.constexpr = work.PLAN.stages
+def products(work, ring, acc, source, i, first, last, TILE: gl.constexpr):
+    """Add the products of steps `first` to `last` of a tile, the first of which is turn i of the ring; return the turn behind them, too."""
     WIDTH: gl.constexpr = TILE.block_n
     MARK: gl.constexpr = f"mov.u32 $0, 0; // width {WIDTH}"
-    before -= first
+    slot, before = i, i
     for k in range(first, last):
-        a, b = operands(work, ring, before + k)
+        slot, phase = slot_of(work, i)
+        # Without this wait wgmma would read the tiles of the round before.
+        mbarrier.wait(ring[1].index(slot), phase)
+        a, b = operands(work, ring, slot)
         instruct(MARK)
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])  # only now has the slot before been read
         if TILE.short:
             # By all four warps: without this one warp would refill it under the others.
             gl.barrier()
-            later = k - 1 + STAGES
-            fill(work, ring, before + later, source, later, (k > first) & (later < last))
+            later = k - 1 + work.slots
+            fill(work, ring, before, source, later, (k > first) & (later < last))
         else:
             # It may be refilled. It was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
-            mbarrier.arrive(ring[3].index((before + k - 1 + STAGES) % STAGES), count=1, pred=k > first)
+            mbarrier.arrive(ring[2].index(before), count=1, pred=k > first)
+        before = slot
+        i = following(work, i)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if not TILE.short:
-        mbarrier.arrive(ring[3].index((before + last - 1) % STAGES), count=1)
-    return acc
+        mbarrier.arrive(ring[2].index(slot), count=1)
+    return acc, i
 
 
 @gluon.jit
@@ -83,7 +87,7 @@ def consumer(work, ring, out, partial):
     """One warpgroup for 64 rows: the products of each tile, or of a part of its steps."""
     PLAN: gl.constexpr = work.PLAN
     NARROWEST: gl.constexpr = PLAN.narrowest
-    step = 0
+    i = gl.to_tensor(0)
     join_cluster(PLAN)
     wait_for_launch_before()
     for item in range(gl.program_id(0) // PLAN.cluster, work.items, gl.num_programs(0) // PLAN.cluster):
@@ -91,17 +95,16 @@ def consumer(work, ring, out, partial):
         acc = zeros(PLAN)
         for WIDTH in gl.static_range(NARROWEST, PLAN.block_n + 1, STEP):
             if work.width == WIDTH:  # a loop for each width
-                acc = products(work, ring, acc, 0, step, first, last, PLAN.tile(WIDTH))
-        step += last - first
+                acc, i = products(work, ring, acc, 0, i, first, last, PLAN.tile(WIDTH))
         store_item(work, out, partial, acc, item, row, column)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
 @gluon.jit
 def producer(work, ring, a_desc, b_desc):
-    """One warp: keep the ring full. `step` counts slots filled since the start, across tiles."""
+    """One warp: keep the ring full, across tiles."""
     PLAN: gl.constexpr = work.PLAN
-    step = 0
+    i = gl.to_tensor(0)
     join_cluster(PLAN, "barrier.cluster.arrive.relaxed; mov.u32 $0, 0;")
     begin = gl.program_id(0) // PLAN.cluster
     for item in range(begin, work.items, gl.num_programs(0) // PLAN.cluster):
@@ -115,20 +118,22 @@ def producer(work, ring, a_desc, b_desc):
         for k in range(first, last):
             # Without this wait TMA would overwrite what a consumer still reads, another block's too where it shares the
             # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
-            i = step + k - first
-            mbarrier.wait(ring[3].index(i % PLAN.stages), i // PLAN.stages & 1 ^ 1)
-            fill(work, ring, i, (a_desc, b_desc, row, column), k)
-        step += last - first
+            slot, phase = slot_of(work, i)
+            mbarrier.wait(ring[2].index(slot), phase ^ 1)
+            fill(work, ring, slot, (a_desc, b_desc, row, column), k)
+            i = following(work, i)
     if PLAN.cluster > 1:
         # Until all that this block has fetched has been read: after that no other block sends anything here, and this one
         # may end, with its barriers.
-        for i in range(step, step + PLAN.stages):
-            mbarrier.wait(ring[3].index(i % PLAN.stages), i // PLAN.stages & 1 ^ 1)
+        for _ in range(work.slots):
+            slot, phase = slot_of(work, i)
+            mbarrier.wait(ring[2].index(slot), phase ^ 1)
+            i = following(work, i)
 
 
-@gluon.jit(do_not_specialize=["rows", "columns", "steps", "items", "whole", "split", "eighths"])
+@gluon.jit(do_not_specialize=["rows", "columns", "steps", "items", "whole", "split", "slots", "eighths"])
 def gemm_kernel(
-    sums, counts, a_desc, b_desc, c_desc, c_tail, rows, columns, steps, items, whole, split, eighths, PLAN: gl.constexpr
+    sums, counts, a_desc, b_desc, c_desc, c_tail, rows, columns, steps, items, whole, split, slots, eighths, PLAN: gl.constexpr
 ):
     """The warp-specialized kernel: allocate ring and barriers, then start the roles.
 
@@ -137,7 +142,7 @@ def gemm_kernel(
     Sums of tiles in parts are fp32 (tiles, parts, block_m, block_n), and counts int32, all zero (tiles).
     """
     ring = allocate_ring(a_desc.dtype, PLAN)
-    work = Work(rows, columns, steps, items, whole, split, eighths * 8, PLAN)
+    work = Work(rows, columns, steps, items, whole, split, slots, eighths * 8, PLAN)
     buffers = gl.allocate_shared_memory(c_desc.dtype, [PLAN.buffers] + c_desc.block_type.shape, c_desc.layout)  # noqa: RUF005
     # The first role has num_warps, and the registers that are left. Then come the others' warps, and registers of a thread of each.
     gl.warp_specialize(
@@ -155,18 +160,18 @@ def gemm_kernel(
 @gluon.jit(do_not_specialize=["rows", "columns", "steps", "items", "whole", "split"])
 def short_kernel(sums, counts, a_desc, b_desc, c_desc, rows, columns, steps, items, whole, split, PLAN: gl.constexpr):
     """The short kernel: compute one tile of C, or one part of its sums. The arguments are those of `gemm_kernel`."""
-    STAGES: gl.constexpr = PLAN.stages
+    SLOTS: gl.constexpr = PLAN.slots
     ring = allocate_ring(a_desc.dtype, PLAN)
-    work = Work(rows, columns, steps, items, whole, split, gl.to_tensor(PLAN.block_n), PLAN)
+    work = Work(rows, columns, steps, items, whole, split, gl.to_tensor(SLOTS), gl.to_tensor(PLAN.block_n), PLAN)
     item = gl.program_id(0)
     first, last, row, column = work.locate(item)
     source = (a_desc, b_desc, row, column)
     know(row + column)
     wait_for_launch_before()
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(SLOTS):
         fill(work, ring, i, source, first + i, first + i < last)
     let_next_launch_begin()  # only now, as in `producer`
-    acc = products(work, ring, zeros(PLAN), source, 0, first, last, PLAN)
+    acc, _ = products(work, ring, zeros(PLAN), source, gl.to_tensor(0), first, last, PLAN)
     buffers = gl.allocate_shared_memory(c_desc.dtype, [PLAN.buffers] + c_desc.block_type.shape, c_desc.layout)  # noqa: RUF005
     store_item(work, (c_desc, c_desc, buffers), (sums, counts), acc, item, row, column)
     tma.store_wait(0)  # shared memory must live until TMA has read it

@@ -62,7 +62,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
             f"C {shape} has {rows * columns} tiles of {plan.name}; the kernel takes up to 2**21. Compute C in pieces."
         )
     sizes: tuple = (rows, columns, steps, items.number, items.whole, items.split)
-    sizes += (compiled_for,) if plan.short else (plan.block_n // 8, compiled_for)
+    sizes += (compiled_for,) if plan.short else (plan.slots, plan.block_n // 8, compiled_for)
     outputs = len(plan.boxes) - 2  # descriptors of C
     options = {"num_warps": plan.warps, "launch_pdl": True}
 
@@ -224,6 +224,6 @@ def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     descriptors = zip(("a_desc", "b_desc", "c_desc", "c_tail"), plan.declared, strict=False)
     signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in descriptors}
     signature |= {"sums": "*fp32", "counts": "*i32"}
-    signature |= dict.fromkeys(("rows", "columns", "steps", "items", "whole", "split", "eighths"), "i32")
+    signature |= dict.fromkeys(("rows", "columns", "steps", "items", "whole", "split", "slots", "eighths"), "i32")
     kernel = short_kernel if plan.short else gemm_kernel
     return adapted(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums", "counts"], plan.warps), plan)

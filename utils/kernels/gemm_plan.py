@@ -13,6 +13,7 @@ from typing import NamedTuple
 SHARED_KILOBYTES = 227 - 1  # that an SM of an H100 or H200 gives a block, less what barriers take
 BLOCK_K = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
 STEP = 16  # columns by which tiles of the persistent kernel differ
+SLOTS = 8  # of a ring, at most
 GROUP_M = 8  # rows of tiles that are walked abreast, for the L2
 SPLITS = (1, 2, 3, 4, 6, 8)  # parts along K of a tile that would leave SMs idle
 AT_ONCE = {2: 66, 4: 30}  # clusters of so many blocks on an H100 or H200 with 132 SMs, as the driver says
@@ -117,9 +118,9 @@ class Plan:
         return SHARED_KILOBYTES - self.buffers * self.block_m * self.piece[1] // 512
 
     @property
-    def stages(self) -> int:
-        """Slots of the ring, each as wide as the tensors."""
-        return min(8, 8 * self.ring_kilobytes // (self.block_m + self.kernel.columns))
+    def slots(self) -> int:
+        """Slots of the ring, each as large as the tile's operands."""
+        return min(SLOTS, 8 * self.ring_kilobytes // (self.block_m + self.brought))
 
     @property
     def declared(self) -> tuple[list[int], ...]:

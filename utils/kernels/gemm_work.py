@@ -64,17 +64,19 @@ class Work:
     items: gl.tensor  # whole tiles first, then the parts of the others; tiles that a cluster computes together are one
     whole: gl.tensor  # tiles that are computed whole; each of the others in `split` parts
     split: gl.tensor
+    slots: gl.tensor  # of the ring
     width: gl.tensor  # columns of a tile
     PLAN: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, rows, columns, steps, items, whole, split, width, PLAN):
+    def __init__(self, rows, columns, steps, items, whole, split, slots, width, PLAN):
         self.rows = rows
         self.columns = columns
         self.steps = steps
         self.items = items
         self.whole = whole
         self.split = split
+        self.slots = slots
         self.width = width
         self.PLAN = gl.constexpr(PLAN)
 
@@ -109,22 +111,21 @@ class Work:
         return part // self.split * self.PLAN.cluster + gl.program_id(0) % self.PLAN.cluster, part % self.split
 
 
-# The ring is (A, B, full, empty): slots of both operands with their barriers. Step i since the kernel's start, across tiles, uses slot
-# i % stages for the (i // stages)-th time: the parity of that is the phase to wait for. What is column-major lies in memory as it
+# The ring is (memory, full, empty): slots of A, with B behind it, and their barriers. Narrow tiles have more slots. A turn says which slot a
+# step uses, across tiles, and which phase it waits for: turns are counted up to twice the slots. What is column-major lies in memory as it
 # is, and is turned when it is read. PLAN is what the kernel is compiled for, TILE the plan of a tile as wide as the launch says.
 
 
 @gluon.jit
 def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
-    """Allocate the slots and set up their barriers, before the block joins its cluster."""
-    STAGES: gl.constexpr = PLAN.stages
-    A_TILE: gl.constexpr = PLAN.a_tile
-    B_TILE: gl.constexpr = PLAN.b_tile
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    """Allocate the slots, in kilobytes, and set up their barriers, before the block joins its cluster."""
+    KILOBYTES: gl.constexpr = PLAN.ring_kilobytes
+    SLOTS: gl.constexpr = PLAN.slots if PLAN.short else gemm_plan.SLOTS
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = full  # in the short kernel nothing is handed over
     if not PLAN.short:
-        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+        empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
         if not PLAN.short:
             # This block's consumer reads a slot, and those of the other blocks that this one fetches for.
@@ -132,14 +133,42 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.cluster > 1:
         # Without that the other blocks may not see the barriers when this one joins.
         instruct("fence.mbarrier_init.release.cluster; mov.u32 $0, 0;")
-    return (shared_tiles(DTYPE, STAGES, A_TILE), shared_tiles(DTYPE, STAGES, B_TILE), full, empty)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BLOCK_K], DTYPE)
+    return (gl.allocate_shared_memory(DTYPE, [KILOBYTES, 8, BLOCK_K], layout), full, empty)
 
 
 @gluon.jit
-def shared_tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, TILE: gl.constexpr):
-    """Shared memory for COUNT tiles of so many rows and columns, swizzled as wgmma and TMA read them."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, DTYPE)
-    return gl.allocate_shared_memory(DTYPE, [COUNT, TILE[0], TILE[1]], layout)
+def slot_of(work, i):
+    """The slot of turn i, and its phase."""
+    again = i >= work.slots
+    return gl.where(again, i - work.slots, i), again.to(gl.int32)
+
+
+@gluon.jit
+def following(work, i):
+    """The turn behind turn i."""
+    return gl.where(i + 1 == 2 * work.slots, 0, i + 1)
+
+
+@gluon.jit
+def tiles_of(work, ring, slot):
+    """Memory of A and B in a slot, as they lie there: swizzled as wgmma and TMA read them, and as large as the kernel's tensors."""
+    A_TILE: gl.constexpr = work.PLAN.a_tile
+    B_TILE: gl.constexpr = work.PLAN.b_tile
+    A_KILOBYTES: gl.constexpr = work.PLAN.block_m // 8
+    dtype: gl.constexpr = ring[0].dtype
+    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_TILE, dtype)
+    b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(B_TILE, dtype)
+    begin = slot * (A_KILOBYTES + units_of(work))
+    a = ring[0].index(begin).reinterpret(dtype, A_TILE, a_layout)
+    return a, ring[0].index(begin + A_KILOBYTES).reinterpret(dtype, B_TILE, b_layout)
+
+
+@gluon.jit
+def units_of(work):
+    """Kilobytes of B in a slot, eight columns each: `Plan.brought`."""
+    UNIT: gl.constexpr = work.PLAN.cluster if work.PLAN.b_column_major else min(8, work.PLAN.columns // 8)
+    return gl.cdiv(work.width, 8 * UNIT) * UNIT
 
 
 @gluon.jit
@@ -149,34 +178,32 @@ def know(number):
 
 
 @gluon.jit
-def fill(work, ring, i, source, step, pred=True):
-    """Fetch A and B of a tile's step along K as step i, whose slot is empty; in a cluster this block fetches its share of B.
+def fill(work, ring, slot, source, step, pred=True):
+    """Fetch A and B of a tile's step along K to a slot, which is empty; in a cluster this block fetches its share of B.
 
     TMA fills what lies outside of A and B with zeros, which count as bytes too.
     """
     a_desc, b_desc, row, column = source
     PLAN: gl.constexpr = work.PLAN
     k = step * BLOCK_K
-    slot = i % PLAN.stages
-    full = ring[2].index(slot)
+    full = ring[1].index(slot)
+    a, b = tiles_of(work, ring, slot)
     # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
     # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
     mbarrier.expect(full, 2 * (PLAN.block_m + PLAN.brought) * BLOCK_K, pred=pred)
     at = [k, row] if PLAN.a_column_major else [row, k]
-    tma.async_load(a_desc, at, full, ring[0].index(slot), pred=pred)
-    tile = ring[1].index(slot)
+    tma.async_load(a_desc, at, full, a, pred=pred)
     if PLAN.cluster == 1:
         at = [column, k] if PLAN.b_column_major else [k, column]
-        tma.async_load(b_desc, at, full, tile, pred=pred)
+        tma.async_load(b_desc, at, full, b, pred=pred)
     else:
         # The kernel is compiled for copies of eight rows. A launch asks for the share of this block, or of 64 columns of it for as
         # many rows as divide it: `Plan.brought` and `Plan.b_box` say the same in eights.
         UNITS: gl.constexpr = PLAN.columns // 8
-        UNIT: gl.constexpr = PLAN.cluster if PLAN.b_column_major else 8
-        share = gl.cdiv(work.width, 8 * UNIT) * (UNIT // PLAN.cluster)
+        share = units_of(work) // PLAN.cluster
         box = share if PLAN.b_column_major else min(share & -share, 8)
         COPIES: gl.constexpr = 1 if PLAN.b_column_major else 3
-        units = tile.reinterpret(tile.dtype, [UNITS, 8, BLOCK_K], b_desc.layout)
+        units = b.reinterpret(b.dtype, [UNITS, 8, BLOCK_K], b_desc.layout)
         own = gl.program_id(0) % PLAN.cluster * share + instruct(MARK_SHARED)
         for j in gl.static_range(COPIES):
             # Where rows of B are longer than 128 bytes, they lie in shared memory as blocks of 64 columns, one behind the other.
@@ -188,13 +215,9 @@ def fill(work, ring, i, source, step, pred=True):
 
 
 @gluon.jit
-def operands(work, ring, i):
-    """A and B of step i, when they have arrived."""
-    slot = i % work.PLAN.stages
-    a = ring[0].index(slot)
-    b = ring[1].index(slot)
-    # Without this wait wgmma would read the tiles of the round before.
-    mbarrier.wait(ring[2].index(slot), i // work.PLAN.stages & 1)
+def operands(work, ring, slot):
+    """A and B in a slot, as the product reads them."""
+    a, b = tiles_of(work, ring, slot)
     if work.PLAN.a_column_major:
         a = a.permute((1, 0))
     if work.PLAN.b_column_major:
