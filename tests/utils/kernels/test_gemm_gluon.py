@@ -54,7 +54,7 @@ def test_the_assembly_does_what_the_header_says(plan, dtype, tmp_path, monkeypat
     moves = kernel.count(r"setmaxnreg\.inc\S*\s+240", "ptx"), kernel.count(r"setmaxnreg", "ptx")
     if plan.short:
         # Of each slot before the first step, and in the loop.
-        assert moves == (0, 0) and joins == 0 and copies == 2 * (plan.stages + 1)
+        assert moves == (0, 0) and joins == 0 and copies == 2 * (plan.slots + 1)
     else:
         # One loop of the producer for all widths.
         assert 0 < moves[0] < moves[1] if plan.warps == 8 else moves == (0, 0)

@@ -35,7 +35,7 @@ def check(m, n, k, plan, split, sms):
     groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
     CODE.gl.programs = groups * plan.cluster
     tiles = -(-m // (plan.block_m * plan.cluster)), -(-n // plan.block_n), -(-k // BLOCK_K)
-    work = CODE.Work(*map(Number, (*tiles, items.number, items.whole, items.split, plan.block_n)), plan)
+    work = CODE.Work(*map(Number, (*tiles, items.number, items.whole, items.split, plan.slots, plan.block_n)), plan)
     tiles, places_of_sums = {}, set()
     for program in range(CODE.gl.programs):
         CODE.gl.program = program
@@ -93,11 +93,11 @@ def test_every_plan_fits_and_is_whole():
             plan = replace(plan, b_column_major=column_major)
             kernel = plan.kernel
             ring, buffers = (
-                128 * kernel.stages * (plan.block_m + kernel.columns),
+                128 * plan.slots * (plan.block_m + plan.brought),
                 2 * kernel.block_m * kernel.piece[1] * 2,
             )
             assert ring <= 1024 * kernel.ring_kilobytes <= 226 * 1024 - (not plan.short) * buffers
-            assert plan.stages == kernel.stages >= 3
+            assert plan.slots >= kernel.slots >= 3
             assert plan.b_box[0] % 8 == 0 and plan.b_box[1] >= 32  # rows of the swizzle
             each = plan.brought * BLOCK_K // plan.cluster  # elements that a block fetches
             assert plan.block_n <= plan.brought <= kernel.columns and each % math.prod(plan.b_box) == 0
