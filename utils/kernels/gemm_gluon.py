@@ -34,8 +34,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from utils.kernels.early_launch import instruct, let_next_launch_begin, wait_for_launch_before
-from utils.kernels.gemm_work import STEP, Work, allocate_ring, fill, following, join_cluster, know, operands, slot_of, store_item
+from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
+from utils.kernels.gemm_work import (
+    STEP,
+    Work,
+    allocate_ring,
+    fill,
+    following,
+    join_cluster,
+    know,
+    operands,
+    slot_of,
+    store_item,
+)
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -56,14 +67,12 @@ def zeros(PLAN: gl.constexpr):
 def products(work, ring, acc, source, i, first, last, TILE: gl.constexpr):
     """Add the products of steps `first` to `last` of a tile, the first of which is turn i of the ring; return the turn behind them, too."""
     WIDTH: gl.constexpr = TILE.block_n
-    MARK: gl.constexpr = f"mov.u32 $0, 0; // width {WIDTH}"
     slot, before = i, i
     for k in range(first, last):
         slot, phase = slot_of(work, i)
         # Without this wait wgmma would read the tiles of the round before.
-        mbarrier.wait(ring[1].index(slot), phase)
-        a, b = operands(work, ring, slot)
-        instruct(MARK)
+        mbarrier.wait(ring[2].index(slot), phase)
+        a, b = operands(work, ring, slot, WIDTH)
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])  # only now has the slot before been read
         if TILE.short:
@@ -73,12 +82,12 @@ def products(work, ring, acc, source, i, first, last, TILE: gl.constexpr):
             fill(work, ring, before, source, later, (k > first) & (later < last))
         else:
             # It may be refilled. It was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
-            mbarrier.arrive(ring[2].index(before), count=1, pred=k > first)
+            mbarrier.arrive(ring[3].index(before), count=1, pred=k > first)
         before = slot
         i = following(work, i)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if not TILE.short:
-        mbarrier.arrive(ring[2].index(slot), count=1)
+        mbarrier.arrive(ring[3].index(slot), count=1)
     return acc, i
 
 
@@ -119,7 +128,7 @@ def producer(work, ring, a_desc, b_desc):
             # Without this wait TMA would overwrite what a consumer still reads, another block's too where it shares the
             # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
             slot, phase = slot_of(work, i)
-            mbarrier.wait(ring[2].index(slot), phase ^ 1)
+            mbarrier.wait(ring[3].index(slot), phase ^ 1)
             fill(work, ring, slot, (a_desc, b_desc, row, column), k)
             i = following(work, i)
     if PLAN.cluster > 1:
@@ -127,13 +136,27 @@ def producer(work, ring, a_desc, b_desc):
         # may end, with its barriers.
         for _ in range(work.slots):
             slot, phase = slot_of(work, i)
-            mbarrier.wait(ring[2].index(slot), phase ^ 1)
+            mbarrier.wait(ring[3].index(slot), phase ^ 1)
             i = following(work, i)
 
 
 @gluon.jit(do_not_specialize=["rows", "columns", "steps", "items", "whole", "split", "slots", "eighths"])
 def gemm_kernel(
-    sums, counts, a_desc, b_desc, c_desc, c_tail, rows, columns, steps, items, whole, split, slots, eighths, PLAN: gl.constexpr
+    sums,
+    counts,
+    a_desc,
+    b_desc,
+    c_desc,
+    c_tail,
+    rows,
+    columns,
+    steps,
+    items,
+    whole,
+    split,
+    slots,
+    eighths,
+    PLAN: gl.constexpr,
 ):
     """The warp-specialized kernel: allocate ring and barriers, then start the roles.
 

@@ -158,22 +158,28 @@ def multicast(ptx: str, plan: Plan) -> str:
 
 
 _PRODUCT = re.compile(
-    r"// width (\d+)|^\$L__BB\w+:|(wgmma\.mma_async\.sync\.aligned\.m64n)\d+(k16[\w.]*) *\{([^{}]*)\}", re.M
+    r"// width (\d+)(?: at (%\w+))?|^\$L__BB\w+:|(wgmma\.mma_async\.sync\.aligned\.m64n)\d+(k16[\w.]*) *\{([^{}]*)\}(, %\w+), (%\w+)(.*;)",
+    re.M,
 )
 
 
 def narrow(ptx: str) -> str:
-    """Make products of all columns of a tile's tensors as wide as the mark before them says; the sums of the others stay zero."""
-    width = 0  # none: a mark holds in its basic block alone
+    """Make products of all columns of a tile's tensors as wide as the mark before them says, of B where it says.
+
+    The sums of the other columns stay zero.
+    """
+    width, place = 0, ""  # none: a mark holds in its basic block alone
 
     def product(found: re.Match) -> str:
-        nonlocal width
-        if found[2] is None:
-            width = int(found[1] or 0)
+        nonlocal width, place
+        if found[3] is None:
+            width, place = int(found[1] or 0), found[2]
             return found[0]
         if not width:
             raise ValueError(f"No mark says how wide a product is: {found[0][:80]}")
-        return f"{found[2]}{width}{found[3]} {{{','.join(found[4].split(',')[: width // 2])}}}"
+        sums, b = ",".join(found[5].split(",")[: width // 2]), "b" if place else found[7]
+        text = f"{found[3]}{width}{found[4]} {{{sums}}}{found[6]}, {b}{found[8]}"
+        return f"{{ .reg .b64 b; cvt.u64.u32 b, {place}; add.s64 b, b, {found[7]}; {text} }}" if place else text
 
     return _PRODUCT.sub(product, ptx)
 

@@ -14,7 +14,7 @@ SHARED_KILOBYTES = 227 - 1  # that an SM of an H100 or H200 gives a block, less 
 BLOCK_K = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
 STEP = 16  # columns by which tiles of the persistent kernel differ
 SLOTS = 8  # of a ring, at most
-GROUP_M = 8  # rows of tiles that are walked abreast, for the L2
+GROUP_M = 16  # rows of tiles that are walked abreast, for the L2
 SPLITS = (1, 2, 3, 4, 6, 8)  # parts along K of a tile that would leave SMs idle
 AT_ONCE = {2: 66, 4: 30}  # clusters of so many blocks on an H100 or H200 with 132 SMs, as the driver says
 

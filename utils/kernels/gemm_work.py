@@ -111,16 +111,19 @@ class Work:
         return part // self.split * self.PLAN.cluster + gl.program_id(0) % self.PLAN.cluster, part % self.split
 
 
-# The ring is (memory, full, empty): slots of A, with B behind it, and their barriers. Narrow tiles have more slots. A turn says which slot a
-# step uses, across tiles, and which phase it waits for: turns are counted up to twice the slots. What is column-major lies in memory as it
-# is, and is turned when it is read. PLAN is what the kernel is compiled for, TILE the plan of a tile as wide as the launch says.
+# The ring is (A, B, full, empty): slots of both operands with their barriers. In a cluster both lie in one memory, the slots of B behind
+# those of A: narrow tiles have smaller slots, and more of them. A turn says which slot a step uses, across tiles, and which phase it waits
+# for: turns are counted up to twice the slots. What is column-major lies in memory as it is, and is turned when it is read. PLAN is what the kernel is compiled for, TILE the plan of a tile as wide as the launch says.
 
 
 @gluon.jit
 def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
-    """Allocate the slots, in kilobytes, and set up their barriers, before the block joins its cluster."""
+    """Allocate the slots and set up their barriers, before the block joins its cluster."""
+    A_TILE: gl.constexpr = PLAN.a_tile
+    B_TILE: gl.constexpr = PLAN.b_tile
     KILOBYTES: gl.constexpr = PLAN.ring_kilobytes
-    SLOTS: gl.constexpr = PLAN.slots if PLAN.short else gemm_plan.SLOTS
+    SLOTS: gl.constexpr = PLAN.slots if PLAN.cluster == 1 else gemm_plan.SLOTS
+    A_SLOTS: gl.constexpr = SLOTS if PLAN.cluster == 1 else 8 * KILOBYTES // PLAN.block_m
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = full  # in the short kernel nothing is handed over
     if not PLAN.short:
@@ -133,8 +136,15 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.cluster > 1:
         # Without that the other blocks may not see the barriers when this one joins.
         instruct("fence.mbarrier_init.release.cluster; mov.u32 $0, 0;")
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BLOCK_K], DTYPE)
-    return (gl.allocate_shared_memory(DTYPE, [KILOBYTES, 8, BLOCK_K], layout), full, empty)
+    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_TILE, DTYPE)
+    b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(B_TILE, DTYPE)
+    if PLAN.cluster == 1:
+        a = gl.allocate_shared_memory(DTYPE, [SLOTS, A_TILE[0], A_TILE[1]], a_layout)
+        b = gl.allocate_shared_memory(DTYPE, [SLOTS, B_TILE[0], B_TILE[1]], b_layout)
+    else:
+        b = gl.allocate_shared_memory(DTYPE, [KILOBYTES, 8, BLOCK_K], b_layout)
+        a = b.reinterpret(DTYPE, [A_SLOTS, A_TILE[0], A_TILE[1]], a_layout)
+    return (a, b, full, empty)
 
 
 @gluon.jit
@@ -151,24 +161,12 @@ def following(work, i):
 
 
 @gluon.jit
-def tiles_of(work, ring, slot):
-    """Memory of A and B in a slot, as they lie there: swizzled as wgmma and TMA read them, and as large as the kernel's tensors."""
-    A_TILE: gl.constexpr = work.PLAN.a_tile
-    B_TILE: gl.constexpr = work.PLAN.b_tile
-    A_KILOBYTES: gl.constexpr = work.PLAN.block_m // 8
-    dtype: gl.constexpr = ring[0].dtype
-    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_TILE, dtype)
-    b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(B_TILE, dtype)
-    begin = slot * (A_KILOBYTES + units_of(work))
-    a = ring[0].index(begin).reinterpret(dtype, A_TILE, a_layout)
-    return a, ring[0].index(begin + A_KILOBYTES).reinterpret(dtype, B_TILE, b_layout)
-
-
-@gluon.jit
-def units_of(work):
-    """Kilobytes of B in a slot, eight columns each: `Plan.brought`."""
-    UNIT: gl.constexpr = work.PLAN.cluster if work.PLAN.b_column_major else min(8, work.PLAN.columns // 8)
-    return gl.cdiv(work.width, 8 * UNIT) * UNIT
+def b_of(work, slot):
+    """In a cluster: the first kilobyte of B in a slot, and how many of them each block fetches. `Plan.brought` says the same."""
+    PLAN: gl.constexpr = work.PLAN
+    UNIT: gl.constexpr = PLAN.cluster if PLAN.b_column_major else 8
+    share = gl.cdiv(work.width, 8 * UNIT) * (UNIT // PLAN.cluster)
+    return work.slots * (PLAN.block_m // 8) + slot * share * PLAN.cluster, share
 
 
 @gluon.jit
@@ -186,38 +184,49 @@ def fill(work, ring, slot, source, step, pred=True):
     a_desc, b_desc, row, column = source
     PLAN: gl.constexpr = work.PLAN
     k = step * BLOCK_K
-    full = ring[1].index(slot)
-    a, b = tiles_of(work, ring, slot)
+    full = ring[2].index(slot)
     # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
     # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
     mbarrier.expect(full, 2 * (PLAN.block_m + PLAN.brought) * BLOCK_K, pred=pred)
     at = [k, row] if PLAN.a_column_major else [row, k]
-    tma.async_load(a_desc, at, full, a, pred=pred)
+    tma.async_load(a_desc, at, full, ring[0].index(slot), pred=pred)
     if PLAN.cluster == 1:
         at = [column, k] if PLAN.b_column_major else [k, column]
-        tma.async_load(b_desc, at, full, b, pred=pred)
+        tma.async_load(b_desc, at, full, ring[1].index(slot), pred=pred)
     else:
         # The kernel is compiled for copies of eight rows. A launch asks for the share of this block, or of 64 columns of it for as
         # many rows as divide it: `Plan.brought` and `Plan.b_box` say the same in eights.
-        UNITS: gl.constexpr = PLAN.columns // 8
-        share = units_of(work) // PLAN.cluster
+        begin, share = b_of(work, slot)
         box = share if PLAN.b_column_major else min(share & -share, 8)
         COPIES: gl.constexpr = 1 if PLAN.b_column_major else 3
-        units = b.reinterpret(b.dtype, [UNITS, 8, BLOCK_K], b_desc.layout)
         own = gl.program_id(0) % PLAN.cluster * share + instruct(MARK_SHARED)
         for j in gl.static_range(COPIES):
             # Where rows of B are longer than 128 bytes, they lie in shared memory as blocks of 64 columns, one behind the other.
             unit = own + j * box
             y = unit * 8
             at = [column + y, k] if PLAN.b_column_major else [k + y % BLOCK_K, column + y // BLOCK_K * BLOCK_K]
-            tma.async_load(b_desc, at, full, units.index(unit), pred=j * box < share)
+            tma.async_load(b_desc, at, full, ring[1].index(begin + unit), pred=j * box < share)
         instruct(MARK_OWN)
 
 
 @gluon.jit
-def operands(work, ring, slot):
-    """A and B in a slot, as the product reads them."""
-    a, b = tiles_of(work, ring, slot)
+def operands(work, ring, slot, WIDTH: gl.constexpr):
+    """A and B in a slot, as a product reads them, and a mark in the PTX that says how wide it is and, in a cluster, where B begins.
+
+    There B is the memory's first bytes: Triton has no word for a tile that begins at any of them.
+    """
+    B_TILE: gl.constexpr = work.PLAN.b_tile
+    MARK: gl.constexpr = f"mov.u32 $0, 0; // width {WIDTH}"
+    MARK_PLACE: gl.constexpr = f"mov.u32 $0, 0; // width {WIDTH} at $1"
+    a = ring[0].index(slot)
+    if work.PLAN.cluster == 1:
+        b = ring[1].index(slot)
+        instruct(MARK)
+    else:
+        b = ring[1].reinterpret(ring[1].dtype, B_TILE, ring[1].type.layout)
+        begin, _ = b_of(work, slot)
+        # In the units of 16 bytes in which a product's descriptor counts.
+        gl.inline_asm_elementwise(MARK_PLACE, "=r,r", [begin * 64], dtype=gl.int32, is_pure=False, pack=1)
     if work.PLAN.a_column_major:
         a = a.permute((1, 0))
     if work.PLAN.b_column_major:

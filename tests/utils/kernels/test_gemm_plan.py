@@ -92,10 +92,7 @@ def test_every_plan_fits_and_is_whole():
         for column_major in (False, True):
             plan = replace(plan, b_column_major=column_major)
             kernel = plan.kernel
-            ring, buffers = (
-                128 * plan.slots * (plan.block_m + plan.brought),
-                2 * kernel.block_m * kernel.piece[1] * 2,
-            )
+            ring, buffers = (128 * plan.slots * (plan.block_m + plan.brought), 2 * kernel.block_m * kernel.piece[1] * 2)
             assert ring <= 1024 * kernel.ring_kilobytes <= 226 * 1024 - (not plan.short) * buffers
             assert plan.slots >= kernel.slots >= 3
             assert plan.b_box[0] % 8 == 0 and plan.b_box[1] >= 32  # rows of the swizzle
