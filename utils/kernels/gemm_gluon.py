@@ -35,18 +35,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
-from utils.kernels.gemm_work import (
-    STEP,
-    Work,
-    allocate_ring,
-    fill,
-    following,
-    join_cluster,
-    know,
-    operands,
-    slot_of,
-    store_item,
-)
+from utils.kernels.gemm_work import STEP, Work, allocate_ring, fill, join_cluster, know, operands, store_item, take
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -65,11 +54,11 @@ def zeros(PLAN: gl.constexpr):
 
 @gluon.jit
 def products(work, ring, acc, source, i, first, last, TILE: gl.constexpr):
-    """Add the products of steps `first` to `last` of a tile, the first of which is turn i of the ring; return the turn behind them, too."""
+    """Add the products of steps `first` to `last` of a tile, which begin with turn i of the ring. Return the turn behind them, too."""
     WIDTH: gl.constexpr = TILE.block_n
     slot, before = i, i
     for k in range(first, last):
-        slot, phase = slot_of(work, i)
+        slot, phase, i = take(work, i)
         # Without this wait wgmma would read the tiles of the round before.
         mbarrier.wait(ring[2].index(slot), phase)
         a, b = operands(work, ring, slot, WIDTH)
@@ -84,7 +73,6 @@ def products(work, ring, acc, source, i, first, last, TILE: gl.constexpr):
             # It may be refilled. It was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
             mbarrier.arrive(ring[3].index(before), count=1, pred=k > first)
         before = slot
-        i = following(work, i)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if not TILE.short:
         mbarrier.arrive(ring[3].index(slot), count=1)
@@ -127,36 +115,20 @@ def producer(work, ring, a_desc, b_desc):
         for k in range(first, last):
             # Without this wait TMA would overwrite what a consumer still reads, another block's too where it shares the
             # tile. The parity is that of the round before: in the first round a fresh barrier counts as just completed.
-            slot, phase = slot_of(work, i)
+            slot, phase, i = take(work, i)
             mbarrier.wait(ring[3].index(slot), phase ^ 1)
             fill(work, ring, slot, (a_desc, b_desc, row, column), k)
-            i = following(work, i)
     if PLAN.cluster > 1:
         # Until all that this block has fetched has been read: after that no other block sends anything here, and this one
         # may end, with its barriers.
         for _ in range(work.slots):
-            slot, phase = slot_of(work, i)
+            slot, phase, i = take(work, i)
             mbarrier.wait(ring[3].index(slot), phase ^ 1)
-            i = following(work, i)
 
 
 @gluon.jit(do_not_specialize=["rows", "columns", "steps", "items", "whole", "split", "slots", "eighths"])
 def gemm_kernel(
-    sums,
-    counts,
-    a_desc,
-    b_desc,
-    c_desc,
-    c_tail,
-    rows,
-    columns,
-    steps,
-    items,
-    whole,
-    split,
-    slots,
-    eighths,
-    PLAN: gl.constexpr,
+    sums, counts, a_desc, b_desc, c, tail, rows, columns, steps, items, whole, split, slots, eighths, PLAN: gl.constexpr
 ):
     """The warp-specialized kernel: allocate ring and barriers, then start the roles.
 
@@ -166,11 +138,11 @@ def gemm_kernel(
     """
     ring = allocate_ring(a_desc.dtype, PLAN)
     work = Work(rows, columns, steps, items, whole, split, slots, eighths * 8, PLAN)
-    buffers = gl.allocate_shared_memory(c_desc.dtype, [PLAN.buffers] + c_desc.block_type.shape, c_desc.layout)  # noqa: RUF005
+    buffers = gl.allocate_shared_memory(c.dtype, [PLAN.buffers] + c.block_type.shape, c.layout)  # noqa: RUF005
     # The first role has num_warps, and the registers that are left. Then come the others' warps, and registers of a thread of each.
     gl.warp_specialize(
         [
-            (consumer, (work, ring, (c_desc, c_tail, buffers), (sums, counts))),
+            (consumer, (work, ring, (c, tail, buffers), (sums, counts))),
             (producer, (work, ring, a_desc, b_desc)),
             (join_cluster, (PLAN,)),  # warps without a role: all warps of all blocks have to come
             (join_cluster, (PLAN,)),
@@ -181,7 +153,7 @@ def gemm_kernel(
 
 
 @gluon.jit(do_not_specialize=["rows", "columns", "steps", "items", "whole", "split"])
-def short_kernel(sums, counts, a_desc, b_desc, c_desc, rows, columns, steps, items, whole, split, PLAN: gl.constexpr):
+def short_kernel(sums, counts, a_desc, b_desc, c, rows, columns, steps, items, whole, split, PLAN: gl.constexpr):
     """The short kernel: compute one tile of C, or one part of its sums. The arguments are those of `gemm_kernel`."""
     SLOTS: gl.constexpr = PLAN.slots
     ring = allocate_ring(a_desc.dtype, PLAN)
@@ -195,6 +167,6 @@ def short_kernel(sums, counts, a_desc, b_desc, c_desc, rows, columns, steps, ite
         fill(work, ring, i, source, first + i, first + i < last)
     let_next_launch_begin()  # only now, as in `producer`
     acc, _ = products(work, ring, zeros(PLAN), source, gl.to_tensor(0), first, last, PLAN)
-    buffers = gl.allocate_shared_memory(c_desc.dtype, [PLAN.buffers] + c_desc.block_type.shape, c_desc.layout)  # noqa: RUF005
-    store_item(work, (c_desc, c_desc, buffers), (sums, counts), acc, item, row, column)
+    buffers = gl.allocate_shared_memory(c.dtype, [PLAN.buffers] + c.block_type.shape, c.layout)  # noqa: RUF005
+    store_item(work, (c, c, buffers), (sums, counts), acc, item, row, column)
     tma.store_wait(0)  # shared memory must live until TMA has read it

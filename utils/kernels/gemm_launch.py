@@ -227,7 +227,7 @@ def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     from utils.kernels.offline import compile_gluon
 
     plan = plan.kernel
-    descriptors = zip(("a_desc", "b_desc", "c_desc", "c_tail"), plan.declared, strict=False)
+    descriptors = zip(("a_desc", "b_desc", "c", "tail"), plan.declared, strict=False)
     signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in descriptors}
     signature |= {"sums": "*fp32", "counts": "*i32"}
     signature |= dict.fromkeys(("rows", "columns", "steps", "items", "whole", "split", "slots", "eighths"), "i32")

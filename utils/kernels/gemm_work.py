@@ -111,9 +111,10 @@ class Work:
         return part // self.split * self.PLAN.cluster + gl.program_id(0) % self.PLAN.cluster, part % self.split
 
 
-# The ring is (A, B, full, empty): slots of both operands with their barriers. In a cluster both lie in one memory, the slots of B behind
-# those of A: narrow tiles have smaller slots, and more of them. A turn says which slot a step uses, across tiles, and which phase it waits
-# for: turns are counted up to twice the slots. What is column-major lies in memory as it is, and is turned when it is read. PLAN is what the kernel is compiled for, TILE the plan of a tile as wide as the launch says.
+# The ring is (A, B, full, empty): slots of both operands with their barriers. In a cluster both lie in one memory, B behind A: narrow tiles
+# have smaller slots, and more of them. A turn says which slot a step uses, across tiles, and which phase it waits for: turns are counted up
+# to twice the slots. What is column-major lies in memory as it is, and is turned when it is read. PLAN is what the kernel is compiled for,
+# TILE the plan of a tile as wide as the launch says.
 
 
 @gluon.jit
@@ -148,16 +149,10 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def slot_of(work, i):
-    """The slot of turn i, and its phase."""
+def take(work, i):
+    """The slot of turn i, its phase, and the turn behind it."""
     again = i >= work.slots
-    return gl.where(again, i - work.slots, i), again.to(gl.int32)
-
-
-@gluon.jit
-def following(work, i):
-    """The turn behind turn i."""
-    return gl.where(i + 1 == 2 * work.slots, 0, i + 1)
+    return gl.where(again, i - work.slots, i), again.to(gl.int32), gl.where(i + 1 == 2 * work.slots, 0, i + 1)
 
 
 @gluon.jit
