@@ -83,14 +83,13 @@ def products(work, ring, acc, source, i, first, last, TILE: gl.constexpr):
 def consumer(work, ring, out, partial):
     """One warpgroup for 64 rows: the products of each tile, or of a part of its steps."""
     PLAN: gl.constexpr = work.PLAN
-    NARROWEST: gl.constexpr = PLAN.narrowest
     i = gl.to_tensor(0)
     join_cluster(PLAN)
     wait_for_launch_before()
     for item in range(gl.program_id(0) // PLAN.cluster, work.items, gl.num_programs(0) // PLAN.cluster):
         first, last, row, column = work.locate(item)
         acc = zeros(PLAN)
-        for WIDTH in gl.static_range(NARROWEST, PLAN.block_n + 1, STEP):
+        for WIDTH in gl.static_range(4 * STEP, PLAN.block_n + 1, STEP):
             if work.width == WIDTH:  # a loop for each width
                 acc, i = products(work, ring, acc, 0, i, first, last, PLAN.tile(WIDTH))
         store_item(work, out, partial, acc, item, row, column)
