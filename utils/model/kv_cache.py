@@ -135,16 +135,20 @@ def finish_decode(slots: StaticLayer, position: int | None) -> None:
     slots.tokens_held = None if position is None or is_capturing(slots.keys) else position + 1
 
 
-def remember_position(positions: torch.Tensor, first: int | None) -> None:
-    """Attach the first of these positions, or of the positions that these embeddings are of, so that it need not be read."""
-    if not positions.is_inference():  # torch does not count the changes in place of an inference tensor
-        positions.known_position = first, positions._version
+def remember_position(positions: torch.Tensor, first: int | None, layer_type: str | None = None) -> None:
+    """Attach the first of these positions; to embeddings, the first position and the type of layer that they are for."""
+    positions.known_position = first, layer_type, None if positions.is_inference() else positions._version
 
 
-def known_position(positions: torch.Tensor) -> int | None:
-    """Return the attached position; None if there is none, or the tensor has changed since."""
-    position, version = getattr(positions, "known_position", (None, None))
-    return position if version is not None and version == positions._version else None
+def known_position(positions: torch.Tensor) -> tuple[int | None, str | None]:
+    """Return the attached position and layer type, each None if there is none or the tensor has changed in place since.
+
+    Where torch does not count such changes, in a trace and of an inference tensor, only the layer type is returned.
+    """
+    first, layer_type, version = getattr(positions, "known_position", (None, None, None))
+    if torch.compiler.is_compiling() or positions.is_inference():
+        return None, layer_type
+    return (first, layer_type) if version == positions._version else (None, None)
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
@@ -158,7 +162,7 @@ def first_position(positions: torch.Tensor) -> int | None:
     A tensor is read once, and again only after a change in place, so that the timed calls of a benchmark do not wait for
     the GPU; an inference tensor is read at each call.
     """
-    if (first := known_position(positions)) is not None or torch.compiler.is_compiling() or is_capturing(positions):
+    if (first := known_position(positions)[0]) is not None or torch.compiler.is_compiling() or is_capturing(positions):
         return first
     here = positions.cpu()
     first = int(here.flatten()[0])
