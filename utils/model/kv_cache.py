@@ -53,7 +53,7 @@ def check_config(config: object) -> None:
 
 def start_prefill(cache: StaticCache, layer: torch.nn.Module, hidden_states: torch.Tensor) -> StaticLayer:
     """Empty the layer's slots, or allocate them, for a prompt (B, S, hidden_size), and return them."""
-    slots, capacity = _slots(cache, layer), _capacity(cache)
+    slots, capacity = _slots(cache, layer)
     length = hidden_states.shape[1]
     if length > capacity:
         raise ValueError(
@@ -92,7 +92,7 @@ def start_decode(
     Returns:
         `(slots, position)`: the layer's slots; the position as a Python int if it is known without waiting for the GPU.
     """
-    slots = _slots(cache, layer)
+    slots, capacity = _slots(cache, layer)
     if not hasattr(slots, "tokens_held"):
         raise ValueError("the cache is empty: run prefill_forward on it before decode_forward")
     _check_allocation(slots, hidden_states)
@@ -103,7 +103,7 @@ def start_decode(
         )
     position = first_position(cache_positions)
     if position is not None:
-        _check_position(slots, position, _capacity(cache))
+        _check_position(slots, position, capacity)
     # transformers writes to the slot in this tensor, as long as the int says that the window is not full.
     slot = cache_positions.view(())
     if slots.is_sliding:
@@ -141,12 +141,9 @@ def remember_position(positions: torch.Tensor, first: int | None, layer_type: st
 
 
 def known_position(positions: torch.Tensor) -> tuple[int | None, str | None]:
-    """Return the attached position and layer type, each None if there is none or the tensor has changed in place since.
-
-    Where torch does not count such changes, in a trace and of an inference tensor, only the layer type is returned.
-    """
+    """Return the attached position and layer type, each None if there is none or the tensor has changed in place since."""
     first, layer_type, version = getattr(positions, "known_position", (None, None, None))
-    if torch.compiler.is_compiling() or positions.is_inference():
+    if torch.compiler.is_compiling() or positions.is_inference():  # torch does not count the changes there
         return None, layer_type
     return (first, layer_type) if version == positions._version else (None, None)
 
@@ -171,16 +168,13 @@ def first_position(positions: torch.Tensor) -> int | None:
     return first
 
 
-def _slots(cache: StaticCache, layer: torch.nn.Module) -> StaticLayer:
+def _slots(cache: StaticCache, layer: torch.nn.Module) -> tuple[StaticLayer, int]:
+    """Return the layer's slots, and the tokens that the cache has room for."""
     from transformers import StaticCache
 
     if not isinstance(cache, StaticCache):
         raise TypeError(f"past_key_values is a {type(cache).__name__}; make a StaticCache by initialize_kv_cache")
-    return cache.layers[layer.self_attn.layer_idx]
-
-
-def _capacity(cache: StaticCache) -> int:
-    return getattr(cache, "capacity", None) or cache.get_max_length()
+    return cache.layers[layer.self_attn.layer_idx], getattr(cache, "capacity", None) or cache.get_max_length()
 
 
 def _check_allocation(slots: StaticLayer, hidden_states: torch.Tensor) -> None:

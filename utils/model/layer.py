@@ -390,8 +390,9 @@ def _check_inputs(
 
 
 def _check_positions(first: int | None, position_ids: torch.Tensor, position_embeddings: PositionEmbeddings) -> None:
-    given = first_position(position_ids), known_position(position_embeddings[0])[0]
-    for name, begin in zip(("position_ids", "position_embeddings"), given, strict=True):
+    embedded, _ = known_position(position_embeddings[0])
+    given = {"position_ids": first_position(position_ids), "position_embeddings": embedded}
+    for name, begin in given.items():
         if None not in (first, begin) and first != begin:
             alike = "position_ids, the rotary embedding and cache_positions are of the same tokens"
             raise ValueError(f"{name} must count up from {first}, the first token's position: {alike}")
