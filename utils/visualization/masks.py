@@ -113,9 +113,9 @@ def _draw_cells(
 ) -> None:
     """Draw values as a square of `side` tokens, of which `length` are shown, with a line at each of the separated ones."""
     ax.imshow(values, colors, vmin=0, vmax=highest, interpolation="nearest", extent=(0, side, side, 0))
-    for place in separated:
-        ax.axvline(place, color=PAPER, linewidth=0.8)
-        ax.axhline(place, color=PAPER, linewidth=0.8)
+    for line in (ax.axvline, ax.axhline):
+        for place in separated:
+            line(place, color=PAPER, linewidth=0.8)
     ax.grid(False)
     ticks = [0, length // 2, length]
     ax.set(xlim=(0, length), ylim=(length, 0), xticks=ticks, yticks=ticks)
