@@ -83,21 +83,14 @@ def assert_close(actual, expected, tolerance=1e-4):
 
 @both_types
 @both_implementations
-def test_prefill_is_causal_within_the_window(layer_idx, implementation):
-    built = build(layer_idx, implementation)
-    hidden_states = torch.randn(2, WINDOW + 20, HIDDEN)
-    expected = reference(built[0], hidden_states)
-    assert_close(prefill(built, hidden_states), expected)
-    assert_close(prefill(built, hidden_states, initialize_kv_cache(CONFIG, WINDOW + 40)), expected)
-
-
-@both_types
-@both_implementations
 @pytest.mark.parametrize("prompt, decoded, max_cache_len", [(1, 6, 7), (25, 12, 37), (120, 4, 220)])
-def test_decode_with_cache_is_the_row_of_a_full_forward(layer_idx, implementation, prompt, decoded, max_cache_len):
+def test_prefill_and_decode_with_cache_are_rows_of_a_full_forward(
+    layer_idx, implementation, prompt, decoded, max_cache_len
+):
     built = build(layer_idx, implementation)
     hidden_states = torch.randn(2, prompt + decoded, HIDDEN)
     expected = reference(built[0], hidden_states)
+    assert_close(prefill(built, hidden_states), expected)
     cache = initialize_kv_cache(CONFIG, max_cache_len)
     assert_close(prefill(built, hidden_states[:, :prompt], cache), expected[:, :prompt])
     assert_close(decode_rest(built, hidden_states, prompt, cache), expected[:, prompt:])
