@@ -343,6 +343,9 @@ def test_the_compiled_layer_is_one_graph_and_right(layer_idx):
         # Past the window's 32 slots.
         assert_close(decode_rest(compiled, hidden_states, 25, cache), expected[:, 25:])
     assert len(graphs) == 2, "one graph for prefill and one for every decode step"
+    position_ids = torch.arange(44)[None]
+    arguments = layer, hidden_states, position_ids, embed((layer, rotary_emb), hidden_states, position_ids)
+    assert_close(torch.compile(prefill_forward, fullgraph=True, backend="eager")(*arguments), expected)
     torch._dynamo.reset()
 
 
