@@ -35,12 +35,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def output_path(name: str) -> Path:
-    """Return where a lab writes a result: the folder `out` of the course, or of the current folder outside of the course.
-
-    A lab that is opened from its source in `instructor/labs` writes to the same place.
-    """
-    here = Path.cwd().resolve()
-    folder = (ROOT if here in (ROOT, ROOT / "instructor" / "labs") else here) / "out"
+    """Return where a lab writes a result: in `out` of the current folder, where the notebook is."""
+    folder = Path.cwd() / "out"
     folder.mkdir(exist_ok=True)
     return folder / name
 

@@ -43,7 +43,7 @@ def whole_numbers(**values: int) -> None:
         whole_number(name, value)
 
 
-def floating_dtype(dtype: object, name: str = "dtype") -> torch.dtype:
+def floating_dtype(dtype: object) -> torch.dtype:
     """Return `dtype` if torch computes with it as it does with ordinary numbers, torch's default dtype for None.
 
     The formats of 8 bits and fewer are not among them: most of torch's functions do not take them.
@@ -53,7 +53,7 @@ def floating_dtype(dtype: object, name: str = "dtype") -> torch.dtype:
     dtype = torch.get_default_dtype() if dtype is None else dtype
     allowed = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     if dtype not in allowed:
-        raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(map(str, allowed))}.")
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, allowed))}.")
     return dtype
 
 

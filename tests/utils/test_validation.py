@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from utils.validation import check_callable, floating_dtype, whole_number, whole_numbers
+import utils
+from utils.validation import floating_dtype, whole_number, whole_numbers
 
 
 def test_a_whole_number_is_returned():
@@ -20,12 +21,11 @@ def test_anything_else_is_an_error_with_its_name_and_value(value):
         whole_numbers(batch=1, tokens=value)
 
 
-def test_a_result_in_place_of_a_function_is_an_error():
-    check_callable("measure", len)
-    with pytest.raises(
-        TypeError, match=r"measure\(\) takes a function.*got int.*measure\(fn, x\), not measure\(fn\(x\)\)"
-    ):
-        check_callable("measure", 3)
+@pytest.mark.parametrize("name", ["measure", "compare", "benchmark_latency", "benchmark_memory", "profile"])
+def test_a_result_in_place_of_a_function_is_an_error(name):
+    message = rf"{name}\(\) takes a function.*got Tensor.*{name}\(fn, x\), not {name}\(fn\(x\)\)"
+    with pytest.raises(TypeError, match=message):
+        getattr(utils, name)(*[len] * (name == "compare"), torch.ones(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn, torch.bool, "float32", int, 1, float("nan")])

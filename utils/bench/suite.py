@@ -26,8 +26,7 @@ from utils.bench.comparing import differences, separate_speedup
 from utils.bench.documents import Schema, write_json
 from utils.bench.errors import BenchError
 from utils.benchmark import intervals as stats
-from utils.benchmark.cpu_timer import cpu_flush_bytes
-from utils.benchmark.cuda_timer import gpu_flush_bytes
+from utils.benchmark.cpu_timer import flush_buffer
 from utils.benchmark.measuring import measure
 from utils.benchmark.profiling import profile, read_trace
 from utils.benchmark.result import Measurement
@@ -105,10 +104,8 @@ class CUDABenchmarkHarness:
 
     def _own_times(self, kernel_func: Callable, work: dict) -> Measurement:
         """Collect the times that the kernel function returns, with the cache flushed before each call if that is asked for."""
-        config, flush_bytes = self.config, 0
-        if config.flush_l2_cache:
-            flush_bytes = gpu_flush_bytes(self.device) if self.on_gpu else cpu_flush_bytes()
-        flush = torch.zeros(flush_bytes // 4, dtype=torch.int32, device=self.device)
+        config = self.config
+        flush = flush_buffer(self.device) if config.flush_l2_cache else torch.empty(0)
         for _ in range(config.warmup_iterations):
             kernel_func()
         samples: list[float] = []
@@ -120,8 +117,8 @@ class CUDABenchmarkHarness:
             value = kernel_func()
             samples.append(_check_own_time(value, 1e3 * (time.perf_counter() - begin), call, work["label"]))
         method = {"clock": "the kernel function's own", "device": str(self.device), "samples": len(samples)}
-        method |= {"warmup": config.warmup_iterations, "l2": "cold" if flush_bytes else "warm"}
-        method |= {"l2_flush_bytes": flush_bytes or None, "stopped": f"all {len(samples)} iterations done"}
+        method |= {"warmup": config.warmup_iterations, "l2": "cold" if flush.nbytes else "warm"}
+        method |= {"l2_flush_bytes": flush.nbytes or None, "stopped": f"all {len(samples)} iterations done"}
         method |= {"calls_per_sample": 1, "gpu_after": gpu_state(self.device) if self.on_gpu else None}
         interval = stats.repeat_interval(samples)
         return Measurement(tuple(samples), interval, **work, method=method, environment=environment(self.device))

@@ -20,13 +20,13 @@ from contextlib import contextmanager
 
 import torch
 
-from utils.machine.environment import available_memory_bytes, last_level_cache_bytes
+from utils.machine.environment import last_level_cache_bytes
 
 CPU_SAMPLE_MS = 0.020  # a CPU sample is at least this much longer than one reading of the clock
 CALIBRATE_BELOW_MS = 1.0  # a longer call is a sample by itself, on either clock
 MAX_CPU_CALLS = 100_000  # calls in one sample
 PRIMED_BELOW_MS = 1.0  # for a longer call, the contents of the cache at its start hardly matter
-UNKNOWN_CACHE_FLUSH = 64 * 1024**2  # bytes
+LEAST_FLUSH = {"cpu": 64 * 1024**2, "cuda": 256 * 1024**2}  # bytes; on a GPU as many as triton.testing.do_bench writes
 
 
 class Call:
@@ -75,9 +75,11 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def cpu_flush_bytes() -> int:
-    """Return the bytes to stream so that the last-level cache holds nothing else: twice its size."""
-    return max(2 * (last_level_cache_bytes() or 0), UNKNOWN_CACHE_FLUSH)
+def flush_buffer(device: torch.device) -> torch.Tensor:
+    """Return a buffer of twice the cache, a GPU's L2 or the last level of a CPU: after it is written, that holds nothing else."""
+    on_gpu = device.type == "cuda"
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else last_level_cache_bytes() or 0
+    return torch.zeros(max(2 * cache, LEAST_FLUSH[device.type]) // 4, dtype=torch.int32, device=device)
 
 
 class CpuTimer:
@@ -87,20 +89,10 @@ class CpuTimer:
     previous: Call | None = None  # the call that used the cache last
 
     def __init__(self, cold: bool):
-        self.flush_bytes = 0  # before every sample
+        self.flush = flush_buffer(torch.device("cpu")) if cold else None  # before every sample
         readings = [time.perf_counter_ns() for _ in range(101)]
         self.clock_ms = statistics.median(b - a for a, b in itertools.pairwise(readings)) / 1e6
         self.shortest_sample_ms = self.shortest_call_ms = CPU_SAMPLE_MS + self.clock_ms
-        if not cold:
-            return
-        self.flush_bytes = cpu_flush_bytes()
-        free = available_memory_bytes(torch.device("cpu"))
-        if self.flush_bytes > free // 2:
-            raise MemoryError(
-                f'l2="cold" streams {self.flush_bytes / 1e6:.0f} MB, twice the last-level cache, '
-                f'between samples, and only {free / 1e6:.0f} MB are free; free some or use l2="warm".'
-            )
-        self._buffer = torch.zeros(self.flush_bytes // 8, dtype=torch.int64)
 
     def prepare(self, call: Call, warmup: int, calls_per_sample: int | None, deadline: float = math.inf) -> Call:
         """Warm up and set the calls per sample: None finds the number for this clock. Return the call to time.
@@ -108,7 +100,7 @@ class CpuTimer:
         The preparation ends at the deadline, in `time.perf_counter` seconds.
         """
         self.warm_up(call, warmup, deadline)
-        if calls_per_sample is not None or self.flush_bytes:
+        if calls_per_sample is not None or self.flush is not None:
             call.runs_per_sample = calls_per_sample or 1
         elif call.run_ms is None or call.run_ms <= CALIBRATE_BELOW_MS:
             self.calibrate(call, deadline)
@@ -154,8 +146,8 @@ class CpuTimer:
         times_ms = []
         with collector_paused():
             for call in sequence:
-                if self.flush_bytes:
-                    self._buffer.add_(1)  # reads and writes every line
+                if self.flush is not None:
+                    self.flush.add_(1)  # reads and writes every line
                 else:
                     call.prime(self.previous)
                 self.previous = call
@@ -170,4 +162,8 @@ class CpuTimer:
 
     def describe(self, call: Call) -> dict:
         """Describe the clock and the flush."""
-        return {"clock": self.clock, "clock_cost_ms": self.clock_ms, "l2_flush_bytes": self.flush_bytes or None}
+        return {
+            "clock": self.clock,
+            "clock_cost_ms": self.clock_ms,
+            "l2_flush_bytes": getattr(self.flush, "nbytes", None),
+        }

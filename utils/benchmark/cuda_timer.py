@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import torch
 
-from utils.benchmark.cpu_timer import Call, CpuTimer, collector_paused
+from utils.benchmark.cpu_timer import Call, CpuTimer, collector_paused, flush_buffer
 from utils.machine.environment import gpu_state, held_back
 
 GPU_SAMPLE_MS = 0.200  # events resolve about 0.5 us: 0.25% of a sample this long
@@ -38,7 +38,6 @@ LONGEST_BURST = 100  # samples
 BURST_TRIES = 4
 MIN_MARGIN, MAX_MARGIN = 1.5, 100.0  # the spin allows this many times the issue time that the warm-up measured
 SURE_OF_GPU = 0.8  # share of a run's shortest time for which the GPU is assumed to be busy with that run
-MIN_FLUSH_BYTES = 256 * 1024**2  # as many as triton.testing.do_bench writes
 CAPTURE_FAILED = "captured into a CUDA graph"
 
 _GPU_FLOORS: dict[tuple, float] = {}
@@ -58,11 +57,6 @@ def _spin_cycles_per_ms(index: int) -> float:
         return cycles / begin.elapsed_time(end)
 
 
-def gpu_flush_bytes(device: torch.device) -> int:
-    """Return the bytes to write so that the L2 holds nothing else: twice its size, at least `MIN_FLUSH_BYTES`."""
-    return max(2 * torch.cuda.get_device_properties(device).L2_cache_size, MIN_FLUSH_BYTES)
-
-
 class CudaTimer(CpuTimer):
     """Device time between two events around each sample, queued in bursts, one synchronization a burst."""
 
@@ -75,11 +69,8 @@ class CudaTimer(CpuTimer):
         self.margin = MIN_MARGIN
         self.state: dict = {}  # of the GPU, when it was last read in a timed burst
         self.read_s = -math.inf
-        self.flush_bytes = 0
         self.cycles_per_ms = _spin_cycles_per_ms(device.index) if queue_ahead else 0.0
-        if cold:
-            self.flush_bytes = gpu_flush_bytes(device)
-            self._buffer = torch.empty(self.flush_bytes // 4, dtype=torch.int32, device=device)
+        self.flush = flush_buffer(device) if cold else None
 
     def prepare(self, call: Call, warmup: int, calls_per_sample: int | None, deadline: float = math.inf) -> Call:
         """Warm up and set the calls per sample as the CPU's timer does, and capture them in a CUDA graph if that is asked for."""
@@ -122,7 +113,7 @@ class CudaTimer(CpuTimer):
     def _issue_ms(self, call: Call) -> float:
         """Estimate the CPU time to queue one sample: its launches, two events, and the flush or an untimed call."""
         issue = call.issue_ms or 0.05
-        return issue * call.runs_per_sample + 0.03 + (0.0 if self.flush_bytes else issue)
+        return issue * call.runs_per_sample + 0.03 + (issue if self.flush is None else 0.0)
 
     def _burst_length(self, sequence: Sequence[Call]) -> int:
         """Number of samples to queue as one burst: as many as fit in BURST_ISSUE_MS, at least one.
@@ -154,8 +145,8 @@ class CudaTimer(CpuTimer):
             torch.cuda._sleep(int(self._spin_ms(burst) * self.cycles_per_ms))
         try:
             for call, (begin, end) in zip(burst, events, strict=True):
-                if self.flush_bytes:
-                    self._buffer.zero_()
+                if self.flush is not None:
+                    self.flush.zero_()
                 else:
                     call.prime(self.previous)
                 self.previous = call
@@ -240,4 +231,4 @@ class CudaTimer(CpuTimer):
             queue = "as issued: launch gaps are included"
         elif ahead < taken:
             queue = f"kept ahead by a spin kernel for {ahead} of {taken} samples; the others include launch gaps"
-        return {"clock": self.clock, "l2_flush_bytes": self.flush_bytes or None, "queue": queue}
+        return {"clock": self.clock, "l2_flush_bytes": getattr(self.flush, "nbytes", None), "queue": queue}

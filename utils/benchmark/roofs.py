@@ -18,14 +18,12 @@ from typing import Literal
 import psutil
 import torch
 
-from utils.benchmark.measuring import measure, measure_together, pick_device
+from utils.benchmark.measuring import measure_together, pick_device
 from utils.config import DTYPES, dtype_name, gpu_spec
 from utils.machine.device import default_device, detect_gpu
 from utils.machine.environment import available_memory_bytes, cpu_model, last_level_cache_bytes
 
 _TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
-# No fp16 on a CPU: torch multiplies fp16 matrices at about 1 GFLOP/s there, which is no property of the machine.
-_MEASURED_ON = {"cpu": ("fp32", "bf16"), "cuda": ("fp16", "bf16", "fp32", "tf32")}
 
 # Side of the square product, large enough that its bytes do not matter: 2 n^3 FLOPs on 3 n^2 elements.
 _SIDE = {"cpu": 2048, "cuda": 8192}
@@ -33,8 +31,6 @@ _COPY_BYTES = {"cpu": 256_000_000, "cuda": 4_000_000_000}
 _MIN_COPY = 4  # times the last-level cache
 _ROUNDS = 32  # samples of each product and of the copy, in turns
 _BUDGET_S = 3.0  # fewer rounds on a machine that needs longer for them
-_SMALL_SIDE = 256  # of the products that say whether a CPU has a kernel for a dtype
-_NO_KERNEL = 4  # times as long as fp32 means that it has none
 _BUSY = 0.2  # share of the CPU that other processes may use before a measured roof says so
 
 
@@ -117,12 +113,7 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
             default the GPU if there is one.
     """
     target = pick_device(device)
-    names = _MEASURED_ON[target.type]
-    if target.type == "cuda" and torch.cuda.get_device_capability(target) < (8, 0):
-        names = ("fp16", "fp32")  # its tensor cores are for fp16 only
-    side = _SIDE[target.type]
-    copy_bytes = _copy_bytes(target)
-    timed = _timed_dtypes(target, names)
+    side, copy_bytes, timed = _SIDE[target.type], _copy_bytes(target), _timed_dtypes(target)
     calls = {name: _product(target, name, side) for name in timed}
     source = torch.ones(copy_bytes // 4, dtype=torch.float32, device=target)
     calls["copy"] = functools.partial(torch.empty_like(source).copy_, source)  # reads so many bytes and writes as many
@@ -148,27 +139,19 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
         memory_bandwidth_tb_s=2 * copy_bytes / best_ms["copy"] / 1e9,
         detail=f"best of repeats: torch.mm of {side} x {side} matrices, copy of {copy_bytes / 1e6:.0f} MB "
         f"(read + written), torch {torch.__version__}; {len(results[0].samples_ms)} rounds"
-        + ("" if set(names) <= set(timed) else "; bf16 as fp32, since torch has no bf16 kernel for this CPU"),
+        + ("; bf16 as fp32, since torch has no bf16 kernel for this CPU" if timed == ("fp32",) else ""),
         others=others,
     )
 
 
-def _timed_dtypes(device: torch.device, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the dtypes whose products are timed: on a CPU bf16 only if it has a kernel there."""
-    if device.type != "cpu":
-        return names
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine two threads wait for each other many times longer than they multiply
-    try:
-        small_ms = {
-            name: measure(_product(device, name, _SMALL_SIDE), warmup=2, iterations=8, device=device).min_ms
-            for name in ("fp32", "bf16")
-        }
-    finally:
-        torch.set_num_threads(threads)
-    expected_ms = small_ms["bf16"] * (_SIDE["cpu"] / _SMALL_SIDE) ** 3 / threads
-    has_kernel = small_ms["bf16"] < _NO_KERNEL * small_ms["fp32"] and expected_ms < 1e3 * _BUDGET_S
-    return names if has_kernel else ("fp32",)
+def _timed_dtypes(device: torch.device) -> tuple[str, ...]:
+    """Return the dtypes whose products are timed: those for which torch has a fast kernel on this device."""
+    if device.type == "cuda":
+        ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # older tensor cores are for fp16 only
+        return ("fp16", "bf16", "fp32", "tf32") if ampere else ("fp16", "fp32")
+    # No fp16: torch multiplies fp16 matrices at about 1 GFLOP/s on a CPU, which is no property of the machine.
+    bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return ("fp32", "bf16") if bf16 else ("fp32",)
 
 
 _machine_roofs: dict[tuple, Roofs] = {}

@@ -53,7 +53,7 @@ def check_config(config: object) -> None:
 
 def start_prefill(cache: StaticCache, layer: torch.nn.Module, hidden_states: torch.Tensor) -> StaticLayer:
     """Empty the layer's slots, or allocate them, for a prompt (B, S, hidden_size), and return them."""
-    slots, capacity = _slots(cache, layer), _capacity(cache)
+    slots, capacity = _slots(cache, layer)
     length = hidden_states.shape[1]
     if length > capacity:
         raise ValueError(
@@ -92,7 +92,7 @@ def start_decode(
     Returns:
         `(slots, position)`: the layer's slots; the position as a Python int if it is known without waiting for the GPU.
     """
-    slots = _slots(cache, layer)
+    slots, capacity = _slots(cache, layer)
     if not hasattr(slots, "tokens_held"):
         raise ValueError("the cache is empty: run prefill_forward on it before decode_forward")
     _check_allocation(slots, hidden_states)
@@ -103,7 +103,7 @@ def start_decode(
         )
     position = first_position(cache_positions)
     if position is not None:
-        _check_position(slots, position, _capacity(cache))
+        _check_position(slots, position, capacity)
     # transformers writes to the slot in this tensor, as long as the int says that the window is not full.
     slot = cache_positions.view(())
     if slots.is_sliding:
@@ -135,16 +135,17 @@ def finish_decode(slots: StaticLayer, position: int | None) -> None:
     slots.tokens_held = None if position is None or is_capturing(slots.keys) else position + 1
 
 
-def remember_position(positions: torch.Tensor, first: int | None) -> None:
-    """Attach the first of these positions, or of the positions that these embeddings are of, so that it need not be read."""
-    if not positions.is_inference():  # torch does not count the changes in place of an inference tensor
-        positions.known_position = first, positions._version
+def remember_position(positions: torch.Tensor, first: int | None, layer_type: str | None = None) -> None:
+    """Attach the first of these positions; to embeddings, the first position and the type of layer that they are for."""
+    positions.known_position = first, layer_type, None if positions.is_inference() else positions._version
 
 
-def known_position(positions: torch.Tensor) -> int | None:
-    """Return the attached position; None if there is none, or the tensor has changed since."""
-    position, version = getattr(positions, "known_position", (None, None))
-    return position if version is not None and version == positions._version else None
+def known_position(positions: torch.Tensor) -> tuple[int | None, str | None]:
+    """Return the attached position and layer type, each None if there is none or the tensor has changed in place since."""
+    first, layer_type, version = getattr(positions, "known_position", (None, None, None))
+    if torch.compiler.is_compiling() or positions.is_inference():  # torch does not count the changes there
+        return None, layer_type
+    return (first, layer_type) if version == positions._version else (None, None)
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
@@ -158,7 +159,7 @@ def first_position(positions: torch.Tensor) -> int | None:
     A tensor is read once, and again only after a change in place, so that the timed calls of a benchmark do not wait for
     the GPU; an inference tensor is read at each call.
     """
-    if (first := known_position(positions)) is not None or torch.compiler.is_compiling() or is_capturing(positions):
+    if (first := known_position(positions)[0]) is not None or torch.compiler.is_compiling() or is_capturing(positions):
         return first
     here = positions.cpu()
     first = int(here.flatten()[0])
@@ -167,16 +168,13 @@ def first_position(positions: torch.Tensor) -> int | None:
     return first
 
 
-def _slots(cache: StaticCache, layer: torch.nn.Module) -> StaticLayer:
+def _slots(cache: StaticCache, layer: torch.nn.Module) -> tuple[StaticLayer, int]:
+    """Return the layer's slots, and the tokens that the cache has room for."""
     from transformers import StaticCache
 
     if not isinstance(cache, StaticCache):
         raise TypeError(f"past_key_values is a {type(cache).__name__}; make a StaticCache by initialize_kv_cache")
-    return cache.layers[layer.self_attn.layer_idx]
-
-
-def _capacity(cache: StaticCache) -> int:
-    return getattr(cache, "capacity", None) or cache.get_max_length()
+    return cache.layers[layer.self_attn.layer_idx], getattr(cache, "capacity", None) or cache.get_max_length()
 
 
 def _check_allocation(slots: StaticLayer, hidden_states: torch.Tensor) -> None:

@@ -121,8 +121,7 @@ def get_position_embeddings(
         raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}; it must be (B, S) or (1, S)")
     embeddings = rotary_emb(hidden_states, position_ids, layer_type)
     if (first := first_position(position_ids)) is not None:
-        remember_position(embeddings[0], first)
-        embeddings[0].layer_type = layer_type
+        remember_position(embeddings[0], first, layer_type)
     return embeddings
 
 
@@ -380,7 +379,7 @@ def _check_inputs(
             f"({batch}, {length})"
         )
     kind, expected = layer.self_attn.layer_type, (length, layer.self_attn.head_dim)
-    if (other := getattr(position_embeddings[0], "layer_type", kind)) != kind:
+    if (other := known_position(position_embeddings[0])[1] or kind) != kind:
         raise ValueError(f"position_embeddings have the layer_type {other!r}; make them with this layer's, {kind!r}")
     for name, tensor in zip(("cos", "sin"), position_embeddings, strict=True):
         if tuple(tensor.shape) not in ((batch, *expected), (1, *expected)) or tensor.dtype != weight.dtype:
@@ -391,8 +390,9 @@ def _check_inputs(
 
 
 def _check_positions(first: int | None, position_ids: torch.Tensor, position_embeddings: PositionEmbeddings) -> None:
-    given = first_position(position_ids), known_position(position_embeddings[0])
-    for name, begin in zip(("position_ids", "position_embeddings"), given, strict=True):
+    embedded, _ = known_position(position_embeddings[0])
+    given = {"position_ids": first_position(position_ids), "position_embeddings": embedded}
+    for name, begin in given.items():
         if None not in (first, begin) and first != begin:
             alike = "position_ids, the rotary embedding and cache_positions are of the same tokens"
             raise ValueError(f"{name} must count up from {first}, the first token's position: {alike}")

@@ -13,9 +13,9 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -275,12 +275,8 @@ def reset(path: Path) -> Path:
             f"no untouched {path.name} was found, neither in {OUT / 'original'} nor in git: unpack the lab anew beside this "
             "folder and copy it from there."
         )
-    backup = OUT / "backup" / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.ipynb"
+    backup = OUT / "backup" / f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S-%f}.ipynb"
     backup.parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while backup.exists():  # two resets within a second
-        number += 1
-        backup = backup.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{number}.ipynb")
     if path.exists():
         shutil.copy2(path, backup)
     write_whole(path, content)

@@ -19,10 +19,9 @@ FULL, PARTIAL = "#0b4f7d", "#d98c00"  # they differ in lightness too, for a grey
 
 def plot_mask(
     mask_mod: Callable | Sequence[Callable],
-    sq: int,
-    sk: int | None = None,
+    length: int,
     *,
-    block_size: int | tuple[int, int] = 128,
+    block_size: int = 128,
     device: torch.device | str = "cpu",
     labels: Sequence[str] | None = None,
     ax: Any = None,
@@ -33,9 +32,8 @@ def plot_mask(
 
     Args:
         mask_mod: a function (b, h, q, k) -> bool, or a list of functions; None is no mask.
-        sq: number of queries.
-        sk: number of keys; None for as many as queries.
-        block_size: tokens of a block, or (queries, keys).
+        length: number of queries, and of keys.
+        block_size: tokens of a block.
         device: where the mask is evaluated; tensors that the function captures must be there.
         labels: names of the masks; None for the names of the functions.
         ax: a list of two Axes for each mask; None for a new figure.
@@ -51,7 +49,6 @@ def plot_mask(
     mods = list(mask_mod) if isinstance(mask_mod, Sequence) else [mask_mod]
     if not mods:
         raise ValueError("mask_mod is an empty list; give one mask function (b, h, q, k), or several.")
-    sk = sq if sk is None else sk
     names = [name_of(mod) if mod is not None else "no mask" for mod in mods] if labels is None else list(labels)
     if len(names) != len(mods):
         raise ValueError(f"labels {names} must name the {len(mods)} masks.")
@@ -61,8 +58,8 @@ def plot_mask(
     figure, flat = open_axes(ax, (8.4, height), 2 * len(mods), rows=len(mods))
     axes = np.array(flat).reshape(-1, 2)
     for mod, name, (left, right) in zip(mods, names, axes, strict=True):
-        counts = sparsity(mod, sq, sk, block_size, device)
-        _draw_pairs(left, dense_mask(mod, sq, sk, device), name, counts)
+        counts = sparsity(mod, length, length, block_size, device)
+        _draw_pairs(left, dense_mask(mod, length, length, device), name, counts)
         _draw_blocks(right, counts)
     return figure, axes
 
@@ -81,10 +78,8 @@ def _draw_pairs(ax: Any, allowed: Any, name: str, counts: Any) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("pairs", [GRID, series(0).color])
-    _image(ax, _shades(allowed), colors, 1, (0, counts.sk, counts.sq, 0))
-    if max(counts.sq, counts.sk) <= 48:  # single pairs are large enough to be seen
-        _grid_lines(ax, range(1, counts.sk), range(1, counts.sq), 0.5)
-    _plain_axes(ax, counts)
+    separated = range(1, counts.sk) if counts.sk <= 48 else ()  # single pairs that are large enough to be seen
+    _draw_cells(ax, _shades(allowed), colors, 1, counts.sk, counts.sk, separated)
     name_axes(ax, x="key", y="query", title=f"{name}\n{_share(counts.density)} of the pairs")
 
 
@@ -93,13 +88,10 @@ def _draw_blocks(ax: Any, counts: Any) -> None:
     from matplotlib.patches import Patch
 
     state = (counts.blocks.partial.int() + 2 * counts.blocks.full.int()).cpu().numpy()
-    height, width = counts.block_size
-    extent = (0, state.shape[1] * width, state.shape[0] * height, 0)
-    _image(ax, state, ListedColormap([GRID, PARTIAL, FULL]), 2, extent)
-    if max(state.shape) <= 64:
-        _grid_lines(ax, range(width, extent[1], width), range(height, extent[2], height), 0.8)
-    _plain_axes(ax, counts)
-    size = f"{height} x {width}"
+    block, side = counts.block_size[0], counts.block_size[0] * len(state)
+    separated = range(block, side, block) if len(state) <= 64 else ()
+    _draw_cells(ax, state, ListedColormap([GRID, PARTIAL, FULL]), 2, side, counts.sk, separated)
+    size = f"{block} x {block}"
     title = f"{_share(counts.block_density)} of the blocks of {size}\nat best {plain(counts.ideal_speedup)}x as fast"
     name_axes(ax, x="key", title=title if counts.full + counts.partial else f"no block of {size} is left")
     parts = (("full", counts.full, FULL), ("partial", counts.partial, PARTIAL), ("empty", counts.empty, GRID))
@@ -116,26 +108,18 @@ def _draw_blocks(ax: Any, counts: Any) -> None:
     )
 
 
-def _image(ax: Any, values: Any, colors: Any, highest: int, extent: tuple[int, int, int, int]) -> None:
-    ax.imshow(values, colors, vmin=0, vmax=highest, interpolation="nearest", extent=extent)
-    if extent[1] != extent[2]:
-        ax.set_aspect("auto")
-
-
-def _grid_lines(ax: Any, columns: Sequence[int], rows: Sequence[int], width: float) -> None:
-    for x in columns:
-        ax.axvline(x, color=PAPER, linewidth=width)
-    for y in rows:
-        ax.axhline(y, color=PAPER, linewidth=width)
+def _draw_cells(
+    ax: Any, values: Any, colors: Any, highest: int, side: int, length: int, separated: Sequence[int]
+) -> None:
+    """Draw values as a square of `side` tokens, of which `length` are shown, with a line at each of the separated ones."""
+    ax.imshow(values, colors, vmin=0, vmax=highest, interpolation="nearest", extent=(0, side, side, 0))
+    for line in (ax.axvline, ax.axhline):
+        for place in separated:
+            line(place, color=PAPER, linewidth=0.8)
+    ax.grid(False)
+    ticks = [0, length // 2, length]
+    ax.set(xlim=(0, length), ylim=(length, 0), xticks=ticks, yticks=ticks)
 
 
 def _share(share: float) -> str:
     return f"{100 * share:.3g}%"
-
-
-def _plain_axes(ax: Any, counts: Any) -> None:
-    ax.grid(False)
-    ax.set_xlim(0, counts.sk)
-    ax.set_ylim(counts.sq, 0)
-    ax.xaxis.set_ticks([0, counts.sk // 2, counts.sk])
-    ax.yaxis.set_ticks([0, counts.sq // 2, counts.sq])

@@ -91,8 +91,11 @@ def plot_roofline(
     # A laptop's numbers are read more easily in GFLOP/s and GB/s.
     prefix, scale = ("G", 1e3) if main < 1 else ("T", 1.0)
     main, slope = main * scale, slope * scale
-    roofs = _roofs(main, slope, peaks, scale)
-    points = _points(roofs, main, slope, operations, measured, scale)
+    if peaks is not None:
+        given = inputs.mapping("peaks", peaks, '{"bf16": 989.0}')
+        peaks = {dtype: inputs.rate(f"peaks[{dtype!r}]", peak) * scale for dtype, peak in given.items()}
+    roofs = _roofs(main, slope, peaks or {})
+    points = _points(main, slope, peaks or {}, operations, measured, scale)
 
     from .labels import LabelLayer, list_columns  # it imports matplotlib, which takes half a second
 
@@ -114,19 +117,18 @@ def plot_roofline(
     return figure, axes
 
 
-def _roofs(main: float, slope: float, peaks: Mapping[str, float] | None, scale: float) -> list[_Roof]:
-    """Return the roofs, the main one first; dtypes with equal peaks share one roof. `scale` is 1 TFLOP/s in the plot's unit."""
+def _roofs(main: float, slope: float, peaks: Mapping[str, float]) -> list[_Roof]:
+    """Return the roofs, the main one first; dtypes with equal peaks share one roof."""
     by_peak: dict[float, list[str]] = {main: []}
-    if peaks is not None:
-        for dtype, peak in inputs.mapping("peaks", peaks, '{"bf16": 989.0}').items():
-            by_peak.setdefault(inputs.rate(f"peaks[{dtype!r}]", peak) * scale, []).append(dtype)
+    for dtype, peak in peaks.items():
+        by_peak.setdefault(peak, []).append(dtype)
     return [_Roof(", ".join(dtypes), peak, peak / slope) for peak, dtypes in by_peak.items()]
 
 
 def _points(
-    roofs: list[_Roof], main: float, slope: float, operations: Any, measured: Any, scale: float
+    main: float, slope: float, peaks: Mapping[str, float], operations: Any, measured: Any, scale: float
 ) -> list[_Point]:
-    """Return the measured points, and the predicted ones that were not measured."""
+    """Return the measured points, and the predicted ones that were not measured. `scale` is 1 TFLOP/s in the plot's unit."""
     points = []
     if measured is not None:
         for name, item in inputs.mapping("measured", measured, '{"gemm_1024": (341.3, 14.2)}').items():
@@ -135,14 +137,9 @@ def _points(
                 raise ValueError(f"measured[{name!r}] must be (FLOPs/Byte, TFLOP/s), got {item!r}.")
             intensity = inputs.number(f"measured[{name!r}][0]", parts[0], "FLOPs/Byte")
             rate = inputs.rate(f"measured[{name!r}][1]", parts[1]) * scale
-            peak = main
-            if len(parts) == 3:
-                known = {dtype: roof.tflops for roof in roofs for dtype in roof.dtype.split(", ") if dtype}
-                if parts[2] not in known:
-                    raise ValueError(
-                        f"measured[{name!r}] names roof {parts[2]!r}; peaks has {sorted(known) or 'none'}."
-                    )
-                peak = known[parts[2]]
+            if len(parts) == 3 and parts[2] not in peaks:
+                raise ValueError(f"measured[{name!r}] names roof {parts[2]!r}; peaks has {sorted(peaks) or 'none'}.")
+            peak = peaks[parts[2]] if len(parts) == 3 else main
             points.append(_Point(name, intensity, min(peak, intensity * slope), rate))
     seen = {(point.name, point.intensity) for point in points}
     if operations is not None:

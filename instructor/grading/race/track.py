@@ -84,14 +84,14 @@ class Track:
     def __init__(self, reference: Kernel) -> None:
         from triton.runtime import driver
 
-        from utils.benchmark.cuda_timer import gpu_flush_bytes
+        from utils.benchmark.cpu_timer import flush_buffer
 
         name = device.detect_gpu()
         if name is None or name not in GPU_SPECS:
             raise Refused(f"{torch.cuda.get_device_name()} has no row in utils/config.py: its roof is not known.")
         self.roof = float(GPU_SPECS[name]["bf16_tflops"]) * 1e9  # FLOPs a ms, dense
         self.driver, self.device = driver.active.utils, torch.device("cuda", torch.cuda.current_device())
-        self.flush = torch.empty(gpu_flush_bytes(self.device) // 4, dtype=torch.int32, device=self.device)
+        self.flush = flush_buffer(self.device)
         self.calls: Counter[str] = Counter()
         self.kernels: dict[str, SimpleNamespace] = {}
         self.reference = reference

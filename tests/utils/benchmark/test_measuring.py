@@ -180,13 +180,6 @@ def test_bad_options_are_errors_in_sentences(options, message):
     assert message in str(caught.value)
 
 
-def test_more_bad_input():
-    with pytest.raises(TypeError, match=r"must be callable, got float.*measure\(fn, x\), not measure\(fn\(x\)\)"):
-        measure(3.0)
-    with pytest.raises(TypeError, match="must be callable, got NoneType"):
-        compare(busy, None)
-
-
 WEIGHTS = torch.zeros(2, 2)
 
 

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from tests.utils.model.layers import decode, decode_rest, prefill
+from tests.utils.model.layers import decode, decode_rest, embed, prefill
 from utils.config import GEMMA_CONFIG
-from utils.model import build_decoder_layer
+from utils.model import build_decoder_layer, create_prefill_inputs, get_position_embeddings, prefill_forward
 from utils.model.kv_cache import initialize_kv_cache
 
 SLIDING, FULL = 0, 5
@@ -86,3 +86,19 @@ def test_a_position_changed_in_place_is_read_again(layer_idx):
         cache_positions += 1
     with pytest.raises(IndexError, match="position 8 is past the end"):
         decode(built, hidden_states[:, 7:], 8, cache, cache_positions)
+
+
+def test_embeddings_changed_in_place_are_of_the_new_layer_type():
+    built = build_decoder_layer(layer_idx=FULL, dtype=torch.float32, device="cpu")
+    hidden_states, position_ids = create_prefill_inputs(1, 4, 640, torch.float32, "cpu")
+    buffers = get_position_embeddings(hidden_states, position_ids, built[1], "sliding_attention")
+    arguments = built[0], hidden_states, position_ids, buffers
+    with pytest.raises(ValueError, match="layer_type 'sliding_attention'"):
+        prefill_forward(*arguments)
+    for buffer, new in zip(buffers, embed(built, hidden_states, position_ids), strict=True):
+        buffer.copy_(new)
+    torch.testing.assert_close(prefill_forward(*arguments), prefill(built, hidden_states))
+    with torch.inference_mode():  # torch does not count the changes of an inference tensor: it keeps its first type
+        buffers = get_position_embeddings(hidden_states, position_ids, built[1], "sliding_attention")
+        with pytest.raises(ValueError, match="layer_type 'sliding_attention'"):
+            prefill_forward(*arguments[:3], buffers)

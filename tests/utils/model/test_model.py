@@ -83,21 +83,14 @@ def assert_close(actual, expected, tolerance=1e-4):
 
 @both_types
 @both_implementations
-def test_prefill_is_causal_within_the_window(layer_idx, implementation):
-    built = build(layer_idx, implementation)
-    hidden_states = torch.randn(2, WINDOW + 20, HIDDEN)
-    expected = reference(built[0], hidden_states)
-    assert_close(prefill(built, hidden_states), expected)
-    assert_close(prefill(built, hidden_states, initialize_kv_cache(CONFIG, WINDOW + 40)), expected)
-
-
-@both_types
-@both_implementations
 @pytest.mark.parametrize("prompt, decoded, max_cache_len", [(1, 6, 7), (25, 12, 37), (120, 4, 220)])
-def test_decode_with_cache_is_the_row_of_a_full_forward(layer_idx, implementation, prompt, decoded, max_cache_len):
+def test_prefill_and_decode_with_cache_are_rows_of_a_full_forward(
+    layer_idx, implementation, prompt, decoded, max_cache_len
+):
     built = build(layer_idx, implementation)
     hidden_states = torch.randn(2, prompt + decoded, HIDDEN)
     expected = reference(built[0], hidden_states)
+    assert_close(prefill(built, hidden_states), expected)
     cache = initialize_kv_cache(CONFIG, max_cache_len)
     assert_close(prefill(built, hidden_states[:, :prompt], cache), expected[:, :prompt])
     assert_close(decode_rest(built, hidden_states, prompt, cache), expected[:, prompt:])
@@ -350,6 +343,9 @@ def test_the_compiled_layer_is_one_graph_and_right(layer_idx):
         # Past the window's 32 slots.
         assert_close(decode_rest(compiled, hidden_states, 25, cache), expected[:, 25:])
     assert len(graphs) == 2, "one graph for prefill and one for every decode step"
+    position_ids = torch.arange(44)[None]
+    arguments = layer, hidden_states, position_ids, embed((layer, rotary_emb), hidden_states, position_ids)
+    assert_close(torch.compile(prefill_forward, fullgraph=True, backend="eager")(*arguments), expected)
     torch._dynamo.reset()
 
 
