@@ -106,7 +106,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 def _idiom(asm: str, pack: int, count: int) -> tuple[str, Any]:
     """Return which idiom a text of `count` arguments is, and what its words say; "" for another text."""
     text = " ".join(asm.split())
-    if re.fullmatch(r"((griddepcontrol\.\w+;|\{.*@p trap; \}) )?mov\.u32 \$0, 0;( // [\w ]+)?", text):
+    if re.fullmatch(r"((griddepcontrol\.\w+;|\{.*@p trap; \}) )?mov\.u32 \$0, 0;( // [\w $]+)?", text):
         return "nothing", None
     if named := re.fullmatch(r"bar\.(sync|arrive) \$1, (\d+); mov\.u32 \$0, 0;", text):
         return "named barrier", named.groups()

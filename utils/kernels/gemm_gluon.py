@@ -55,13 +55,12 @@ def zeros(PLAN: gl.constexpr):
 @gluon.jit
 def products(work, ring, acc, source, i, first, last, TILE: gl.constexpr):
     """Add the products of steps `first` to `last` of a tile, which begin with turn i of the ring. Return the turn behind them, too."""
-    WIDTH: gl.constexpr = TILE.block_n
     slot, before = i, i
     for k in range(first, last):
         slot, phase, i = take(work, i)
         # Without this wait wgmma would read the tiles of the round before.
         mbarrier.wait(ring[2].index(slot), phase)
-        a, b = operands(work, ring, slot, WIDTH)
+        a, b = operands(work, ring, slot, TILE.block_n)
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])  # only now has the slot before been read
         if TILE.short:

@@ -158,28 +158,26 @@ def multicast(ptx: str, plan: Plan) -> str:
 
 
 _PRODUCT = re.compile(
-    r"// width (\d+)(?: at (%\w+))?|^\$L__BB\w+:|(wgmma\.mma_async\.sync\.aligned\.m64n)\d+(k16[\w.]*) *\{([^{}]*)\}(, %\w+), (%\w+)(.*;)",
-    re.M,
+    r"// width (\d+) at (%\w+)|^\$L__BB\w+:|(wgmma\S+m64n)\d+(k16\S*) *\{([^{}]*)\}(, %\w+), (%\w+)([^;]*;)", re.M
 )
 
 
 def narrow(ptx: str) -> str:
-    """Make products of all columns of a tile's tensors as wide as the mark before them says, of B where it says.
-
-    The sums of the other columns stay zero.
-    """
-    width, place = 0, ""  # none: a mark holds in its basic block alone
+    """Make products as wide as the mark before them says, and let B begin where it says; the sums of the other columns stay zero."""
+    width, place = "", ""  # none: a mark holds in its basic block alone
 
     def product(found: re.Match) -> str:
         nonlocal width, place
-        if found[3] is None:
-            width, place = int(found[1] or 0), found[2]
+        _, _, head, kind, sums, a, b, rest = found.groups()
+        if head is None:
+            width, place = found[1], found[2]
             return found[0]
         if not width:
             raise ValueError(f"No mark says how wide a product is: {found[0][:80]}")
-        sums, b = ",".join(found[5].split(",")[: width // 2]), "b" if place else found[7]
-        text = f"{found[3]}{width}{found[4]} {{{sums}}}{found[6]}, {b}{found[8]}"
-        return f"{{ .reg .b64 b; cvt.u64.u32 b, {place}; add.s64 b, b, {found[7]}; {text} }}" if place else text
+        sums = ",".join(sums.split(",")[: int(width) // 2])
+        return (
+            f"{{ .reg .b64 b; cvt.u64.u32 b, {place}; add.s64 b, b, {b}; {head}{width}{kind} {{{sums}}}{a}, b{rest} }}"
+        )
 
     return _PRODUCT.sub(product, ptx)
 

@@ -80,8 +80,7 @@ class Plan:
     def b_box(self) -> list[int]:
         """Rows and columns of `b_tile` that one TMA copy brings: all, or of the share of a block as many rows as 64 columns have."""
         share = self.brought // self.cluster
-        whole = self.cluster == 1 and self.columns == self.block_n
-        return self.b_tile if whole else [share if self.b_column_major else math.gcd(64, share), BLOCK_K]
+        return self.b_tile if self.cluster == 1 else [share if self.b_column_major else math.gcd(64, share), BLOCK_K]
 
     @property
     def piece(self) -> list[int]:
@@ -193,14 +192,14 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     m, n = (n, m) if plan.transposed else (m, n)
     items, once, steps = items_of(m, n, plan, split, sms), clusters_at_once(plan.cluster, sms), ceil_div(k, BLOCK_K)
     whole, parts = ceil_div(items.whole, once), ceil_div(items.rest * items.split, once)
-    together = min(whole + parts, plan.short or 1)
     products = PRODUCT * plan.block_m * plan.block_n * BLOCK_K / 2**21
     busy = min(1.0, items.number * plan.cluster / sms)
     loads = BYTES * busy**FEW * (plan.block_m + plan.brought / plan.cluster) * BLOCK_K / 512
     kb_c = plan.block_m * plan.block_n / 512
-    time = 0.0 if plan.short else LAUNCH
-    time += (whole * steps + parts * ceil_div(steps, items.split)) * max(products, loads)
-    time += (whole + parts) / together * (TILE + STORE * kb_c) + parts * (PART + LEAVE * kb_c)
+    time = (whole * steps + parts * ceil_div(steps, items.split)) * max(products, loads) + parts * (PART + LEAVE * kb_c)
+    time += (whole + parts) / min(whole + parts, plan.short or 1) * (TILE + STORE * kb_c) + (
+        0 if plan.short else LAUNCH
+    )
     return time + (ADD * 8 * kb_c / plan.warps * items.split if items.rest else 0)
 
 

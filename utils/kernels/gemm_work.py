@@ -124,7 +124,6 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
     B_TILE: gl.constexpr = PLAN.b_tile
     KILOBYTES: gl.constexpr = PLAN.ring_kilobytes
     SLOTS: gl.constexpr = PLAN.slots if PLAN.cluster == 1 else gemm_plan.SLOTS
-    A_SLOTS: gl.constexpr = SLOTS if PLAN.cluster == 1 else 8 * KILOBYTES // PLAN.block_m
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = full  # in the short kernel nothing is handed over
     if not PLAN.short:
@@ -144,7 +143,7 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
         b = gl.allocate_shared_memory(DTYPE, [SLOTS, B_TILE[0], B_TILE[1]], b_layout)
     else:
         b = gl.allocate_shared_memory(DTYPE, [KILOBYTES, 8, BLOCK_K], b_layout)
-        a = b.reinterpret(DTYPE, [A_SLOTS, A_TILE[0], A_TILE[1]], a_layout)
+        a = b.reinterpret(DTYPE, [8 * KILOBYTES // PLAN.block_m, A_TILE[0], A_TILE[1]], a_layout)
     return (a, b, full, empty)
 
 
@@ -206,22 +205,18 @@ def fill(work, ring, slot, source, step, pred=True):
 
 @gluon.jit
 def operands(work, ring, slot, WIDTH: gl.constexpr):
-    """A and B in a slot, as a product reads them, and a mark in the PTX that says how wide it is and, in a cluster, where B begins.
+    """A and B in a slot, as a product reads them, behind a mark that says in the PTX how wide it is, and how far behind B its columns begin.
 
-    There B is the memory's first bytes: Triton has no word for a tile that begins at any of them.
+    In a cluster B is the ring's first tile: Triton has no word for one that begins at any kilobyte.
     """
     B_TILE: gl.constexpr = work.PLAN.b_tile
-    MARK: gl.constexpr = f"mov.u32 $0, 0; // width {WIDTH}"
-    MARK_PLACE: gl.constexpr = f"mov.u32 $0, 0; // width {WIDTH} at $1"
-    a = ring[0].index(slot)
-    if work.PLAN.cluster == 1:
-        b = ring[1].index(slot)
-        instruct(MARK)
-    else:
+    MARK: gl.constexpr = f"mov.u32 $0, 0; // width {WIDTH} at $1"
+    a, b, begin = ring[0].index(slot), ring[1].index(slot), gl.to_tensor(0)
+    if work.PLAN.cluster > 1:
         b = ring[1].reinterpret(ring[1].dtype, B_TILE, ring[1].type.layout)
         begin, _ = b_of(work, slot)
-        # In the units of 16 bytes in which a product's descriptor counts.
-        gl.inline_asm_elementwise(MARK_PLACE, "=r,r", [begin * 64], dtype=gl.int32, is_pure=False, pack=1)
+    # In 16 bytes, as a product's descriptor counts.
+    gl.inline_asm_elementwise(MARK, "=r,r", [begin * 64], dtype=gl.int32, is_pure=False, pack=1)
     if work.PLAN.a_column_major:
         a = a.permute((1, 0))
     if work.PLAN.b_column_major:

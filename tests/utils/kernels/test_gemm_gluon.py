@@ -115,14 +115,17 @@ def test_one_warp_waits_for_itself_between_copies_and_all_warps_elsewhere():
     assert changed == [1, 5, 8]
 
 
-def test_products_are_as_wide_as_the_mark_in_their_basic_block_says():
+def test_products_are_as_wide_as_the_mark_in_their_basic_block_says_and_take_b_from_where_it_says():
     from utils.kernels.gemm_launch import narrow
 
-    product = "wgmma.mma_async.sync.aligned.m64n{}k16.f32 {{{}}}, %rd1, %rd2;"
-    given, expected = (product.format(n, ",".join(f"%r{i}" for i in range(n // 2))) for n in (256, 80))
-    assert narrow(f"// width 80\n$L__tmp1:\n{given}\n") == f"// width 80\n$L__tmp1:\n{expected}\n"
+    product = "wgmma.mma_async.sync.aligned.m64n{}k16.f32 {{{}}}, %rd1, {}, %p1, 1, 1, 0, 1;"
+    numbers = [",".join(f"%r{i}" for i in range(n // 2)) for n in (256, 80)]
+    given, expected = product.format(256, numbers[0], "%rd2"), product.format(80, numbers[1], "b")
+    place = "{ .reg .b64 b; cvt.u64.u32 b, %r9; add.s64 b, b, %rd2; "
+    mark = "// width 80 at %r9\n$L__tmp1:\n"
+    assert narrow(f"{mark}{given}\n") == f"{mark}{place}{expected} }}\n"
     with pytest.raises(ValueError, match="No mark"):
-        narrow(f"// width 80\n$L__BB0_1:\n{given}\n")
+        narrow(f"// width 80 at %r9\n$L__BB0_1:\n{given}\n")
 
 
 def test_operands_that_tma_can_copy_and_those_it_cannot():
