@@ -63,17 +63,24 @@ class MBarrier:
         return self.desc.label + (f" of block {self.block}" if context.program().num_ctas > 1 else "")
 
     def check_visible(self, block: Block) -> None:
-        """Report the use by another block that may not see the initialization yet."""
+        """Report the use by a block or a partition that may not see the initialization yet."""
         component, count = self.visible
-        if block.index == self.block or block.clock.get(component, 0) >= count:
+        if block.clock.get(component, 0) >= count:
             return
-        if versions.clusters_are_complete():  # the compiler lets the blocks meet before the first use
+        own = block.index == self.block
+        if not own and versions.clusters_are_complete():  # the compiler lets the blocks meet before the first use
             for other in context.partition().blocks:
                 other.clock[component] = max(other.clock.get(component, 0), count)
             return
-        text = f"block {block.index} uses {self.name}, which another block initialized ({self.site})"
-        hint = "mbarrier.sync_cluster_init() comes after the last mbarrier.init"
-        report("barrier", f"{text}, and nothing makes that visible to the cluster: {hint}.", others=(self.site,))
+        text = (
+            f"{context.partition().label(block)} uses {self.name} without knowing that it is initialized ({self.site})"
+        )
+        hint = (
+            "initialize it before gl.warp_specialize"
+            if own
+            else "mbarrier.sync_cluster_init() comes after the last init"
+        )
+        report("barrier", f"{text}: {hint}.", others=(self.site,))
 
     def is_over(self, parity: int) -> bool:
         """Return whether a wait for this parity passes."""
@@ -191,6 +198,7 @@ def wait(barrier: MBarrier, parity: int, block: Block) -> None:
     program = context.program()
     p = program.partition
     program.reschedule()
+    barrier.check_visible(block)
     unknown = barrier.phases_unknown_to(block)
     if unknown > 1 or (unknown and not barrier.is_over(parity)):
         known_phases = barrier.phase - unknown

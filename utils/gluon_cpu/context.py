@@ -9,6 +9,7 @@ initialized. An event is over for whoever's clock has at least its count.
 from __future__ import annotations
 
 import sys
+import traceback
 from types import CodeType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -164,15 +165,11 @@ def _kept(finding: Report) -> Exception:
 
 def refuse_error(error: Exception) -> NoReturn:
     """Report an error of Python in kernel code with the line that it came from; raise it as it is if there is no such line."""
-    stack: list[Site] = []
-    step = error.__traceback__
-    while step is not None:
-        if id(code := step.tb_frame.f_code) in _kernel_code:
-            stack.insert(0, Site(code.co_filename, step.tb_lineno, code.co_name))
-        step = step.tb_next
+    steps = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    stack = [Site(code.co_filename, line, code.co_name) for code, line in steps if id(code) in _kernel_code]
     if not stack:
         raise error
-    raise _kept(_finding("kernel", f"{type(error).__name__}: {error}", tuple(stack), None)) from error
+    raise _kept(_finding("kernel", f"{type(error).__name__}: {error}", tuple(stack[::-1]), None)) from error
 
 
 def refuse(kind: str, message: str) -> NoReturn:

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia import ampere, blackwell, hopper
 from . import context, layouts
 from .accesses import access, is_over
 from .barriers import is_true, own_barriers
-from .context import Knowledge, join, refuse, report
+from .context import Knowledge, refuse, report
 from .global_memory import addresses, read_kept
 from .known import constant, known, number
 from .memory import MemDesc
@@ -242,18 +242,9 @@ def store_wait(pendings, read_only=True) -> None:
 
     What a store writes is visible to all at once here, so `read_only=False` waits for nothing more.
     """
-    pendings = constant(pendings, "store_wait's pendings")
     program = context.program()
     program.reschedule()
-    p = program.partition
-    start = p.time
-    while len(p.stores) > pendings:
-        number, end, _, _ = p.stores.pop(0)
-        for block in p.blocks:
-            block.clock["tma store", p.index, block.index] = number
-        p.time = max(p.time, end)
-    if p.time > start:
-        program.record("partition", "copy wait", "", None, start, p.time)
+    program.wait_in_order("tma store", program.partition.stores, pendings, lambda store: store[:2])
 
 
 # ---- cp.async ----------------------------------------------------------------------------------------------------
@@ -298,26 +289,20 @@ def commit_group() -> None:
 @known(of=(ampere.async_copy,))
 def wait_group(num_outstanding=0) -> None:
     """Wait until all but the last `num_outstanding` committed groups have written."""
-    num_outstanding = constant(num_outstanding, "wait_group's num_outstanding")
     program = context.program()
     program.reschedule()
     p = program.partition
-    start = p.time
-    while len(p.copy_groups) > num_outstanding:
-        last = p.copy_groups.pop(0)
-        p.time = max([p.time, *(copy.end for copy in p.copies if copy.number <= last)])
-        _finish_copies(p, last)
-        for block in p.blocks:
-            join(block.clock, {("cp.async", p.index, block.index): last})
-    if p.time > start:
-        program.record("partition", "copy wait", "", None, start, p.time)
+    program.wait_in_order("cp.async", p.copy_groups, num_outstanding, lambda last: (last, _finish_copies(p, last)))
 
 
-def _finish_copies(p, last: int) -> None:
-    """Let the partition's copies up to the one numbered `last` arrive in shared memory."""
+def _finish_copies(p, last: int) -> float:
+    """Let the partition's copies up to the one numbered `last` arrive in shared memory; return when all of them have."""
+    end = 0.0
     while p.copies and p.copies[0].number <= last:
         copy = p.copies.pop(0)
         copy.target.view[...] = copy.values
+        end = max(end, copy.end)
+    return end
 
 
 @known("mbarrier_arrive", of=(ampere.async_copy,))

@@ -18,7 +18,7 @@ from triton.compiler.code_generator import CodeGenerator
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from . import clusters, context, copies, language, layouts, ptx, reductions, tcgen05  # noqa: F401 (they fill the table)
+from . import context, copies, language, layouts, ptx, reductions, tcgen05  # noqa: F401 (they fill the table)
 from .aggregates import Aggregate, flatten, is_instance
 from .context import refuse
 from .known import TABLE, advice, meaning, once_for_constants, unwrap
@@ -31,7 +31,7 @@ _rewritten: dict = {}
 
 
 def rewrite(jit) -> tuple:
-    """Return (a Python function that runs a jit function's body, its parameters, the places of the constexpr ones)."""
+    """Return (a Python function that runs a jit function's body, its signature, the places of the constexpr parameters)."""
     original = jit.fn
     if original in _rewritten:
         return _rewritten[original]
@@ -61,16 +61,17 @@ def rewrite(jit) -> tuple:
     body = space["__gluon_factory"](*RUNTIME.values(), *closure.values())
     body.__code__ = body.__code__.replace(co_name=name)  # reports name the function as its author does
     context.register_code(body.__code__, original.__globals__.get("__name__"))
-    parameters = inspect.signature(original).parameters
-    constant = {name: i for i, (name, p) in enumerate(parameters.items()) if "constexpr" in str(p.annotation)}
-    _rewritten[original] = body, parameters, constant
+    signature = inspect.signature(original)
+    annotations = [(name, str(p.annotation)) for name, p in signature.parameters.items()]
+    constant = {name: place for place, (name, text) in enumerate(annotations) if "constexpr" in text}
+    _rewritten[original] = body, signature, constant
     return _rewritten[original]
 
 
 def _run_of(jit):
     """Return a function that runs a @gluon.jit function, quickly where it is called with all arguments by place."""
-    body, parameters, constant = rewrite(jit)
-    count, places = len(parameters), tuple(constant.values())
+    body, signature, constant = rewrite(jit)
+    count, places = len(signature.parameters), tuple(constant.values())
 
     def run(*args, **kwargs):
         if kwargs or len(args) != count:
@@ -87,24 +88,18 @@ def _run_of(jit):
 
 def run_jit(jit, args: tuple, kwargs: dict):
     """Run a @gluon.jit function; refuse arguments that do not fit its parameters."""
-    body, parameters, constant = rewrite(jit)
-    label, values = jit.fn.__name__, dict(zip(parameters, args, strict=False))
-    if len(args) > len(parameters):
-        raise TypeError(f"{label} takes {len(parameters)} arguments, got {len(args)}.")
-    for name, value in kwargs.items():
-        if name not in parameters or name in values:
-            raise TypeError(f"{label} has no parameter {name}, or it was given twice.")
-        values[name] = value
-    for name, p in parameters.items():
-        if name not in values:
-            if p.default is p.empty:
-                refuse("kernel", f"{label}: the argument {name} is missing.")
-            values[name] = p.default
-        values[name] = unwrap(values[name])
-        if name in constant and isinstance(values[name], Tensor):
+    body, signature, constant = rewrite(jit)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        refuse("kernel", f"{jit.fn.__name__}: {error}.")
+    bound.apply_defaults()
+    values = [unwrap(value) for value in bound.arguments.values()]
+    for name, place in constant.items():
+        if isinstance(values[place], Tensor):
             why = "its argument is known only when the kernel runs"
-            refuse("kernel", f"{label}: {name} is a gl.constexpr parameter, but {why}.")
-    return body(*(values[name] for name in parameters))
+            refuse("kernel", f"{jit.fn.__name__}: {name} is a gl.constexpr parameter, but {why}.")
+    return body(*values)
 
 
 # ---- what rewritten code calls -----------------------------------------------------------------------------------
@@ -224,8 +219,29 @@ def _step() -> None:
     context.program().step()
 
 
+class _LoopVariable(Tensor):
+    """The variable of a loop behind the loop, where Triton leaves it undefined."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        super().__init__(0, gl.int32)
+        self.name = name
+
+    @property
+    def data(self):
+        """Refused."""
+        text = f"`{self.name}` is the variable of a loop, and behind the loop Triton leaves it undefined"
+        refuse("kernel", f"{text}. Compute it from the loop's bounds.")
+
+
 def _range(*bounds):
     """`range`, with a run-time scalar for the loop variable."""
+    if len(bounds) == 3 and isinstance(bounds[2], Tensor) and bounds[2].data < 1:
+        text = (
+            f"range with a step of {bounds[2].data} that is known only when the kernel runs: Triton counts upwards then"
+        )
+        refuse("kernel", f"{text}, and such a loop has no turns, or no end. Write the step as a constant.")
     return (Tensor(i, gl.int32) for i in range(*(to_tensor(b).data for b in bounds)))
 
 
@@ -326,20 +342,6 @@ class _Semantic:
 
 
 AUTHOR_SEMANTIC = _Semantic()
-RUNTIME = {
-    "__gluon_find": find,
-    "__gluon_items": _items,
-    "__gluon_refuse": refuse,
-    "__gluon_assign": _assign,
-    "__gluon_layout": _layout,
-    "__gluon_names": set,
-    "__gluon_turn": _turn,
-    "__gluon_two_values": _two_values,
-    "__gluon_constants": _constants,
-    "__gluon_check_constants": _check_constants,
-    "__gluon_constexpr": _constexpr,
-    "__gluon_unnamed_layout": _unnamed_layout,
-    "__gluon_value": _value,
-    "__gluon_unwrap": unwrap,
-    "__gluon_step": _step,
-}
+_called: tuple = (find, refuse, set, unwrap, _items, _assign, _layout, _turn, _two_values, _constants, _check_constants)
+_called += (_constexpr, _unnamed_layout, _value, _LoopVariable, _step)
+RUNTIME = {f"__gluon_{function.__name__.strip('_')}": function for function in _called}

@@ -15,7 +15,8 @@ from utils.machine import versions
 
 from . import context, layouts, memory, reuse
 from .aggregates import flatten
-from .context import refuse
+from .barriers import MODULES, spend_barrier
+from .context import Knowledge, refuse
 from .dtypes import from_bits, numpy_type, promote, round_number, round_to, to_bits
 from .known import constant, constants, known, meaning
 from .tensors import Tensor, binary, broadcast_layout, operand_type, to_tensor, work
@@ -83,10 +84,8 @@ for _name, _function in {
     "debug_barrier": lambda: None,
     "to_linear_layout": lambda layout, shape: layouts.linear(layout, constants(shape, "the shape")),
     "bank_conflicts": layouts.bank_conflicts,
-    "multiple_of": lambda input, values=None: input,
     "max_contiguous": lambda input, values=None: input,
     "max_constancy": lambda input, values=None: input,
-    "assume": lambda cond: None,
     "static_print": print,
     "expect_zero": lambda x, mask: x,
 }.items():
@@ -210,6 +209,7 @@ def gather(src, index, axis):
     """Return elements along an axis, by a tensor of indices."""
     axis = constant(axis, "gather's axis")
     memory.check_indices("gl.gather", index, axis, src.shape[axis])
+    reuse.exchange("gl.gather", lambda: layouts.spans_warps(src.layout, list(src.shape), axis))
     work(src)
     return Tensor(np.take_along_axis(src.data, index.data, axis), src.dtype, index.layout)
 
@@ -343,6 +343,7 @@ def histogram(input, num_bins, mask=None, layout=None):
     """Count how often each of the integers [0, num_bins) occurs."""
     data = input.data if mask is None else input.data[np.broadcast_to(mask.data, input.data.shape)]
     n = constant(num_bins, "num_bins")
+    reuse.exchange("gl.histogram", lambda: True)
     return Tensor(np.bincount(data, minlength=n)[:n].astype(np.int32), gl.int32, layout)
 
 
@@ -369,17 +370,70 @@ def static_assert(cond, msg=""):
         refuse("kernel", f"static_assert failed. {msg}")
 
 
-@known()
+@known("assume", "device_assert")
 def device_assert(cond, msg="", mask=None):
-    """Refuse the kernel unless a condition holds in every element."""
+    """Refuse the kernel unless a condition holds in every element; the compiler relies on that of gl.assume."""
     if not np.all(to_tensor(cond).data):
-        refuse("kernel", f"device_assert failed. {msg}")
+        refuse("kernel", f"gl.assume or gl.device_assert: the condition does not hold. {msg}")
+
+
+@known()
+def multiple_of(input, values):
+    """Return the input; refuse one whose first element is no multiple of `values`, because the compiler relies on that."""
+    first = np.asarray(to_tensor(input).data).flat[0]
+    if input.buffer is None and any(first % value for value in _flat((values,), "multiple_of's values")):
+        refuse("kernel", f"gl.multiple_of: {first} is no multiple of {values}, and the compiler relies on that.")
+    return input
 
 
 @known()
 def device_print(prefix, *args, hex=False):
     """Print values, with the program's index before them."""
     print(context.program().ids, prefix, *(a.data if isinstance(a, Tensor) else a for a in args))
+
+
+@known(of=MODULES)
+def fence_init_release_cluster() -> None:
+    """Make the mbarriers that were initialized so far visible to the cluster, for whoever meets at its barrier next."""
+    for block in context.partition().blocks:
+        block.inits |= {component: count for component, count in block.clock.items() if component[0] == "init"}
+
+
+@known("arrive", of=versions.cluster_modules())
+def cluster_arrive(relaxed=False) -> None:
+    """Arrive at the cluster's barrier; a relaxed arrival passes on nothing but fenced initializations."""
+    program = context.program()
+    if program.num_ctas == 1:
+        refuse("kernel", "cluster.arrive needs a cluster: the compiler refuses it unless num_ctas is 2 or more.")
+    if program.cluster_arrival is not None:
+        refuse("barrier", "cluster.arrive: the barrier has been arrived at already; cluster.wait comes first.")
+    program.check_outside_of_partitions("cluster.arrive")
+    relaxed = constant(relaxed, "relaxed")
+    program.cluster_arrival = [
+        Knowledge(dict(block.inits), {}) if relaxed else block.copy() for block in program.partition.blocks
+    ]
+    spend_barrier("cluster")
+
+
+@known("wait", of=versions.cluster_modules())
+def cluster_wait() -> None:
+    """Wait until all blocks have arrived at the cluster's barrier."""
+    program = context.program()
+    if program.cluster_arrival is None:
+        refuse("barrier", "cluster.wait waits for ever: cluster.arrive() comes first.")
+    for block in program.partition.blocks:
+        for known_there in program.cluster_arrival:
+            block.learn(known_there)
+    program.cluster_arrival = None
+    spend_barrier("cluster")
+
+
+@known("barrier", of=versions.cluster_modules())
+def cluster_barrier(relaxed=False) -> None:
+    """Let the blocks of the cluster meet."""
+    if context.program().num_ctas > 1:
+        cluster_arrive(relaxed)
+        cluster_wait()
 
 
 @known("barrier", "thread_barrier", of=(gl,))
@@ -392,7 +446,7 @@ def block_barrier(cluster=False):
     program.reschedule()
     if constant(cluster, "cluster"):
         program.meet("gl.barrier(cluster=True)")
-    program.spend(program.model.barrier, "barrier")
+    spend_barrier("")
 
 
 @known()
@@ -400,10 +454,9 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     """Run the first function in the default partition, and each other one in a partition of its own."""
     pairs = [tuple(p) for p in functions_and_args]
     warps = constants(worker_num_warps, "worker_num_warps")
-    if len(warps) != len(pairs) - 1:
-        refuse("kernel", f"warp_specialize: {len(pairs) - 1} workers but {len(warps)} warp counts.")
-    if worker_num_regs is not None and len(worker_num_regs) != len(warps):
-        refuse("kernel", f"warp_specialize: {len(warps)} workers but {len(worker_num_regs)} register counts.")
+    for what, counts in (("warp", warps), ("register", worker_num_regs)):
+        if counts is not None and len(counts) != len(pairs) - 1:
+            refuse("kernel", f"warp_specialize: {len(pairs) - 1} workers but {len(counts)} {what} counts.")
     if worker_num_regs is None and versions.workers_need_register_counts():
         refuse("kernel", "warp_specialize: Triton 3.6 needs worker_num_regs, a register count for each worker.")
     for n in warps:

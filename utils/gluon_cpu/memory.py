@@ -21,6 +21,8 @@ COLUMNS = 512  # of Blackwell's tensor memory
 class Allocation:
     """The memory of one gl.allocate_shared_memory."""
 
+    kind = "shared memory"
+
     def __init__(self, dtype, shape: list[int], layout, index: int):
         self.dtype, self.shape, self.layout, self.index = dtype, shape, layout, index
         self.name = ""  # the first variable that held it
@@ -52,12 +54,12 @@ class Allocation:
     def label(self) -> str:
         """What the kernel calls it."""
         labels = context.program().labels
-        if self.index not in labels:
+        if self not in labels:
             # A function that makes rings gives the memory of each the same name: then the path says which ring is meant.
             others = context.program().allocations if self.path else []
             own = "" if any(a.name == self.name and a is not self for a in others) else self.name
-            labels[self.index] = own or self.path or f"shared memory of line {self.site.line}"
-        return labels[self.index]
+            labels[self] = own or self.path or f"{self.kind} of line {self.site.line}"
+        return labels[self]
 
 
 class MemDesc:
@@ -223,12 +225,16 @@ class MemDesc:
         self._spend("shared load")
         return Tensor(self.values.copy(), self.dtype, layout, reads=reads)
 
-    def store(self, value) -> None:
-        """Store a tensor of the same shape and dtype."""
+    def check_value(self, value) -> None:
+        """Refuse a tensor of another shape or dtype."""
         if list(value.shape) != list(self.shape) or value.dtype.name != self.dtype.name:
             text = f"{self.label} holds {self.dtype}{list(self.shape)}; a tensor {value.dtype}{list(value.shape)}"
-            hint = "Shapes and dtypes must match: use .to(...) or .reshape(...)."
+            hint = "Shapes and dtypes must match: use .to(...), .reshape(...) or another view."
             refuse("layout", f"{text} cannot be stored there. {hint}")
+
+    def store(self, value) -> None:
+        """Store a tensor of the same shape and dtype."""
+        self.check_value(value)
         layouts.check_same_blocks(self, value.layout, "store")
         data = value.data
         access(self, write=True, what=f"the store into {self.label}")

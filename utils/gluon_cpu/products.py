@@ -35,14 +35,17 @@ class _Product:
         # overwrite what they read without a fence.
         self.reads = () if isinstance(a, MemDesc) else a.reads
 
-    def finish(self) -> None:
-        """Multiply, and add to the accumulator."""
+    def finish(self) -> tuple[int, float]:
+        """Multiply, and add to the accumulator; return the product's number and its end."""
         a = self.a.view if isinstance(self.a, MemDesc) else self.a.data
         out = exact_product(a, self.b.view, self.a.dtype)
         if self.use_acc:
             out = out + (self.acc.product.result if isinstance(self.acc, Accumulator) else self.acc.data)
         self.result = round_to(out, self.dtype)
         self.a = self.b = self.acc = None
+        for read in self.reads:
+            read.settled = True
+        return self.number, self.end
 
 
 def exact_product(a: np.ndarray, b: np.ndarray, dtype) -> np.ndarray:
@@ -162,7 +165,7 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
     along_m = "the four warps of a warpgroup lie along M, so its first must be a multiple of 4."
     require(wm % 4 == 0, f"warps_per_cta is {[wm, wn]}; {along_m}")
     require(im == 16, f"{instruction}: each of the four warps computes 16 rows, so M is 16.")
-    require(inn % 8 == 0 and 8 <= inn <= 256, f"{instruction}: N must be a multiple of 8 up to 256.")
+    require(inn in (8, 16, 32, 64, 128, 256), f"{instruction}: in Triton N is a power of two, from 8 to 256.")
     require(not ik or ik[0] * bits == 256, f"{instruction}: K is 32 bytes, {256 // bits} for {dtype}.")
     # More warps than the accumulator has instructions are no mistake: the warps beyond it compute the same once more.
     one = f"{[64, inn]} (four warps of 16 rows, {instruction})"
@@ -228,21 +231,9 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
     return Tensor(product.result, acc.dtype, acc.layout)
 
 
-def wait_products(outstanding: int) -> None:
+def wait_products(outstanding) -> None:
     """Wait until all but the last `outstanding` products of the running partition are over."""
-    program = context.program()
-    p = program.partition
-    start = p.time
-    while len(p.wgmmas) > outstanding:
-        product = p.wgmmas.pop(0)
-        product.finish()
-        for block in p.blocks:
-            block.clock["wgmma", p.index, block.index] = product.number
-        p.time = max(p.time, product.end)
-        for read in product.reads:
-            read.settled = True
-    if p.time > start:
-        program.record("partition", "wgmma wait", "", None, start, p.time)
+    context.program().wait_in_order("wgmma", context.partition().wgmmas, outstanding, _Product.finish)
 
 
 @known(of=(tl,))
@@ -274,7 +265,7 @@ def warpgroup_mma_wait(num_outstanding=0, deps=None):
     if not deps:
         refuse("kernel", "warpgroup_mma_wait: `deps` is empty: name the accumulators that the wait makes readable.")
     context.program().reschedule()
-    wait_products(constant(num_outstanding, "warpgroup_mma_wait's num_outstanding"))
+    wait_products(num_outstanding)
     results = tuple(finished_tensor(x) for x in deps)
     return results[0] if len(results) == 1 else results
 

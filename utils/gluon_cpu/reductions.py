@@ -104,6 +104,7 @@ def associative_scan(input, axis, combine_fn, reverse=False):
     many = isinstance(input, tuple)
     inputs = input if many else (input,)
     axis = constant(axis, "the scan's axis") % len(inputs[0].shape)
+    reuse.exchange("A scan", lambda: layouts.spans_warps(inputs[0].layout, list(inputs[0].shape), axis))
     order = range(inputs[0].shape[axis])
     order = order[::-1] if constant(reverse, "reverse") else order
     outs = [np.empty_like(x.data) for x in inputs]

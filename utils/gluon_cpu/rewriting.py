@@ -93,7 +93,7 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         node.body.insert(0, _at(ast.Expr(_runtime_call("step")), node))
         if unrolled:
-            return [_at(ast.Assign([ast.Name(state, ast.Store())], _runtime_call("names")), node), node]
+            return [_at(ast.Assign([ast.Name(state, ast.Store())], _runtime_call("set")), node), node]
         # The names that are compile-time constants when the loop begins must not be run-time values after a turn of it.
         before = _runtime_call("constants", _locals(), ast.Constant(tuple(carried)))
         node.body.insert(0, _at(ast.Expr(_runtime_call("check_constants", _name(state), _locals())), node))
@@ -105,7 +105,11 @@ class _Rewriter(ast.NodeTransformer):
             _at(ast.Expr(_runtime_call("two_values", *map(_name, pair), ast.Constant(pair))), node)
             for pair in followers
         ]
-        return [*apart, _at(ast.Assign([ast.Name(state, ast.Store())], before), node), node, after]
+        begin = _at(ast.Assign([ast.Name(state, ast.Store())], before), node)
+        if isinstance(node, ast.While):
+            return [*apart, begin, node, after]
+        behind = ast.Assign([node.target], _runtime_call("LoopVariable", ast.Constant(ast.unparse(node.target))))
+        return [*apart, begin, node, after, _at(behind, node)]
 
     visit_While = visit_For
 

@@ -22,7 +22,8 @@ import numpy as np
 from utils.machine import versions
 
 from . import context
-from .context import Block, Knowledge, refuse
+from .context import Block, Knowledge, join, refuse
+from .known import constant
 from .reports import NOWHERE, DeadlockError, Report, Site
 from .timeline import CostModel, Event
 
@@ -110,7 +111,7 @@ class Program:
         self.issued = 0
         self.tma_free = self.tensor_cores_free = 0.0
         self.allocations: list = []
-        self.labels: dict[int, str] = {}  # of the allocations, until another one gets a name
+        self.labels: dict[Any, str] = {}  # of the allocations, until another one gets a name
         self.tensor_memory: list = []  # the allocations of Blackwell's
         self.pair_signals: list = []  # lines and names of mbarriers that copies into both blocks of a pair arrived at
         self.named_barriers: dict = {}  # by their numbers
@@ -184,6 +185,21 @@ class Program:
         self.issued += 1
         heapq.heappush(self.pending, (end, self.random.random() if self.random else 0, self.issued, operation))
 
+    def wait_in_order(self, name: str, queue: list, pending, finish: Callable) -> None:
+        """Let the running partition wait until `pending` operations of a queue are left; `finish` returns the count and time of one."""
+        if constant(pending, f"how many a wait for {name} leaves under way") < 0:
+            refuse("kernel", f"A wait for {name} leaves 0 operations or more under way; got {pending}.")
+        p = self.partition
+        start = p.time
+        while len(queue) > pending:
+            count, end = finish(queue.pop(0))
+            p.time = max(p.time, end)
+            for block in p.blocks:
+                join(block.clock, {(name, p.index, block.index): count})
+        if p.time > start:
+            kind = "wgmma wait" if name == "wgmma" else "copy wait"
+            self.record("partition", kind, "", None, start, p.time)
+
     # ---- the cluster ----------------------------------------------------------------------------------------------
 
     def check_outside_of_partitions(self, what: str) -> None:
@@ -194,14 +210,11 @@ class Program:
 
     def meet(self, what: str) -> None:
         """Let the blocks of the cluster meet: each knows afterwards what any of them has done before."""
-        if self.num_ctas == 1:
-            return
-        self.check_outside_of_partitions(what)
-        first, *others = self.partition.blocks
-        for block in others:
-            first.learn(block)
-        for block in others:
-            block.learn(first)
+        if self.num_ctas > 1:
+            self.check_outside_of_partitions(what)
+            for block in self.partition.blocks:
+                for other in self.partition.blocks:
+                    block.learn(other)
 
     # ---- who runs -------------------------------------------------------------------------------------------------
 

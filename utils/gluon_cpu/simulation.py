@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import time
 from collections import deque
@@ -141,13 +142,12 @@ class Run:
 
 def _bind(kernel, args: tuple, options: dict) -> tuple[dict[str, Any], int, int]:
     """The values of the kernel's parameters by name, num_warps and num_ctas; launch options that change nothing are dropped."""
-    label, names = kernel.fn.__name__, [p.name for p in kernel.params]
-    if len(args) > len(names):
-        raise TypeError(f"{label} takes {len(names)} arguments, got {len(args)}.")
-    values = dict(zip(names, args, strict=False)) | {name: options[name] for name in names if name in options}
+    names = [p.name for p in kernel.params]
+    named = {name: options[name] for name in names if name in options}
+    values = inspect.signature(kernel.fn).bind_partial(*args, **named).arguments
     unknown = [name for name in options if name not in (*names, *IGNORED, "num_warps", "num_ctas")]
     if unknown:
-        raise TypeError(f"{label} has no parameter or option {unknown[0]}.")
+        raise TypeError(f"{kernel.fn.__name__} has no parameter or option {unknown[0]}.")
     num_warps, num_ctas = (
         getattr(value, "value", value) for value in (options.get("num_warps", 4), options.get("num_ctas", 1))
     )

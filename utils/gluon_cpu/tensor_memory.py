@@ -54,6 +54,8 @@ def _columns_in_a_block(dtype, shape: list[int], layout) -> int:
 class Columns(Allocation):
     """The columns of one allocate_tensor_memory. `data` has their bytes, for who overlaps whom; `values` what is in them."""
 
+    kind = "tensor memory"
+
     def __init__(self, dtype, shape: list[int], layout):
         super().__init__(dtype, shape, gl.SwizzledSharedLayout(1, 1, 1, list(range(len(shape)))[::-1]), -1)
         self.layout = layout
@@ -63,11 +65,6 @@ class Columns(Allocation):
         self.writer: np.ndarray = np.zeros(rows, np.int8)  # which of the types in `values` wrote it
         self.values: dict[tuple[str, int], np.ndarray] = {}
         self.columns = _columns_in_a_block(dtype, shape, layout)
-
-    @property
-    def label(self) -> str:
-        """What the kernel calls it."""
-        return self.name or self.path or f"tensor memory of line {self.site.line}"
 
     def plane(self, dtype, stride: int) -> tuple[int, np.ndarray]:
         """Return the values as one type has them, and the number of that type here."""
@@ -227,9 +224,7 @@ class TensorMemory(MemDesc):
     def store(self, value, pred=True) -> None:
         """Store a tensor of the same shape and type."""
         what = f"{self.label}.store"
-        if list(value.shape) != list(self.shape) or value.dtype.name != self.dtype.name:
-            text = f"{self.label} holds {self.dtype}{list(self.shape)}; a tensor {value.dtype}{list(value.shape)}"
-            refuse("layout", f"{text} cannot be stored there. Use .to(...) or another view.")
+        self.check_value(value)
         self._check_registers(value.layout, what)
         if not is_true(pred):
             return

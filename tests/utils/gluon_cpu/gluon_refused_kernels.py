@@ -7,7 +7,7 @@ The marked line is the one below the comment.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from utils.machine.versions import adopt_newest_gluon_names
 
@@ -17,6 +17,17 @@ adopt_newest_gluon_names()
 @gluon.jit
 def helper(x, SIZE: gl.constexpr):
     return x + SIZE
+
+
+@gluon.jit
+def initialize(bar):
+    mbarrier.init(bar, count=1)
+
+
+@gluon.jit
+def arrive(bar):
+    # found: barrier of another partition
+    mbarrier.arrive(bar, count=1)
 
 
 def plain_python(x):
@@ -113,6 +124,59 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
             gl.store(y_ptr + before, 1.0)
             before = place
             place += 1
+    if BUG == "variable behind its loop":
+        for at in gl.static_range(2):  # this one stays what it was in the last turn
+            gl.store(y_ptr + at, 1.0)
+        gl.store(y_ptr + at, 1.0)
+        for at in range(2):
+            gl.store(y_ptr + at, 1.0)
+        # found: variable behind its loop
+        gl.store(y_ptr + at, 1.0)
+    if BUG == "step of the run":
+        for at in range(n, 0, -1):
+            gl.store(y_ptr + at, 1.0)
+        # found: step of the run
+        for at in range(n, 0, 63 - n):
+            gl.store(y_ptr + at, 1.0)
+    if BUG == "false promise":
+        gl.assume(n > 0)
+        # found: false promise
+        gl.assume(n > 64)
+    if BUG == "no multiple":
+        n = gl.multiple_of(n, 16)
+        # found: no multiple
+        n = gl.multiple_of(n + 1, 16)
+    if BUG == "fewer than none":
+        # found: fewer than none
+        tma.store_wait(-1)
+    if BUG == "barrier of another partition":
+        bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        gl.warp_specialize([(initialize, (bar,)), (arrive, (bar,))], [4], [24])
+    if BUG == "name of a constant in a loop":
+        for t in gl.static_range(2):
+            gl.store(y_ptr + t, 1.0)
+        # found: name of a constant in a loop
+        for i in range(n):
+            t = i + 1
+    if BUG == "layout without constexpr":
+        # found: layout without constexpr
+        layout = gl.BlockedLayout([1], [32], [4], [0])
+    if BUG == "subscript of shared memory":
+        ring = gl.allocate_shared_memory(gl.int32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        # found: subscript of shared memory
+        ring[0].store(gl.arange(0, 128, line))
+    if BUG == "wait for nothing":
+        # found: wait for nothing
+        warpgroup_mma_wait(0, deps=[])
+    if BUG == "exponential in fp16":
+        # found: exponential in fp16
+        a = gl.exp2(gl.load(x_ptr).to(gl.float16))
+    if BUG == "mask of numbers":
+        # found: mask of numbers
+        a = gl.load(y_ptr, mask=n)
+    if BUG == "other without a mask":
+        # found: other without a mask
+        a = gl.load(y_ptr, other=0)
     if BUG == "plain python function":
         # found: plain python function
         a = plain_python(n)

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tests.utils.gluon_cpu.gluon_correct_kernels import plus
 from tests.utils.gluon_cpu.gluon_small_kernels import store_matrix
 from utils.attention.gluon.shared import tma_load, tma_store
 
@@ -135,6 +136,12 @@ def between_warps(x_ptr, y_desc, z_ptr, CASE: gl.constexpr):
     if CASE == "sum in flight":
         # found: sum in flight
         gl.store(z_ptr + gl.arange(0, 32, gl.SliceLayout(0, x.type.layout)), gl.sum(x, 0))
+    elif CASE == "gather in flight":
+        # found: gather in flight
+        store_matrix(z_ptr, gl.gather(x, gl.zeros_like(x, dtype=gl.int32), 0))
+    elif CASE == "scan in flight":
+        # found: scan in flight
+        store_matrix(z_ptr, gl.associative_scan(x, 0, plus))
     elif CASE == "sum in each warp":
         gl.store(z_ptr + gl.arange(0, 16, gl.SliceLayout(1, x.type.layout)), gl.sum(x, 1))
     else:

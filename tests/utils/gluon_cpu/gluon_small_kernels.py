@@ -1,4 +1,4 @@
-"""Kernels for single properties of the simulator: aggregates, helpers passed as arguments, timing, collecting."""
+"""Kernels for single properties of the simulator: helpers passed as arguments, timing, collecting."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,26 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from utils.machine.versions import adopt_newest_gluon_names
 
 adopt_newest_gluon_names()
-aggregate = gluon.aggregate
-
-
-@aggregate
-class Counter:
-    step: gl.tensor
-    size: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, step, size):
-        self.step = step
-        self.size = gl.constexpr(size)
-
-    @gluon.jit
-    def slot(self):
-        return self.step % self.size
-
-    @gluon.jit
-    def next(self):
-        return Counter(self.step + 1, self.size)
 
 
 @gluon.jit
@@ -49,11 +29,9 @@ def apply(x, function: gl.constexpr):
 
 
 @gluon.jit
-def with_aggregate(y_ptr, n):
-    counter = Counter(gl.to_tensor(0), 3)
+def squares(y_ptr, n):
     for i in range(n):
-        gl.store(y_ptr + i, counter.slot() + apply(i, square))
-        counter = counter.next()
+        gl.store(y_ptr + i, apply(i, square))
 
 
 @gluon.jit

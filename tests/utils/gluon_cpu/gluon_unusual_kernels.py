@@ -103,34 +103,6 @@ def method_and_function_of_one_name(y_ptr, n):
 
 
 @gluon.jit
-def careless(x_ptr, y_ptr, n, BUG: gl.constexpr):
-    """What Python allows and the compiler does not; right with BUG=""."""
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    total = 0
-    for t in gl.static_range(2):
-        total += t
-    for i in range(n):
-        if BUG == "name of a constant in a loop":
-            t = i + 1
-        total += i
-    if BUG == "layout without constexpr":
-        layout = gl.BlockedLayout([1], [32], [4], [0])
-        total += gl.sum(gl.arange(0, 128, layout), 0)
-    ring = gl.allocate_shared_memory(gl.int32, [2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    if BUG == "subscript of shared memory":
-        ring[0].store(gl.arange(0, 128, line))
-    if BUG == "wait for nothing":
-        warpgroup_mma_wait(0, deps=[])
-    if BUG == "exponential in fp16":
-        total += gl.exp2(gl.load(x_ptr).to(gl.float16)).to(gl.int32)
-    if BUG == "mask of numbers":
-        total += gl.load(y_ptr, mask=n)
-    if BUG == "other without a mask":
-        total += gl.load(y_ptr, other=0)
-    gl.store(y_ptr, total)
-
-
-@gluon.jit
 def coalesced(x_ptr, y_ptr, n):
     """A layout that the compiler chooses, and functions of CUDA's library."""
     i = gl.arange(0, 16, gl.CoalescedLayout())

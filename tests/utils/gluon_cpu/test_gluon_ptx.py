@@ -178,14 +178,10 @@ def test_named_barriers_order_what_two_partitions_do(seed):
     assert run.ok and torch.equal(y, torch.arange(5, dtype=torch.int32)[:, None].expand(5, 128))
 
 
-def test_a_named_barrier_that_nobody_else_comes_to_is_a_deadlock():
-    with pytest.raises(gluon_cpu.DeadlockError, match="named barrier 10"), gluon_cpu.simulate():
-        named_barriers[(1,)](torch.zeros(5, 128, dtype=torch.int32), 5, 11, 160)
-
-
-def test_a_named_barrier_has_one_number_of_threads():
-    with pytest.raises(gluon_cpu.SimulationError, match="named barrier 10 was for"), gluon_cpu.simulate():
-        named_barriers[(1,)](torch.zeros(5, 128, dtype=torch.int32), 5, 10, 192)
+@pytest.mark.parametrize(("number", "threads", "words"), [(11, 160, "Nobody can go on"), (10, 192, "10 was for")])
+def test_a_named_barrier_has_one_number_and_one_count_of_threads(number, threads, words):
+    with pytest.raises(gluon_cpu.SimulationError, match=words), gluon_cpu.simulate():
+        named_barriers[(1,)](torch.zeros(5, 128, dtype=torch.int32), 5, number, threads)
 
 
 def test_without_the_wait_the_product_is_not_there_yet():

@@ -173,16 +173,6 @@ def test_a_sum_in_fp16_is_rounded_at_each_addition():
     assert y.item() == 2302, "rounded once, it would be 2304"
 
 
-def test_every_dtype_is_rounded_to_nearest_even():
-    x = torch.randn(1024) * 10 ** torch.randint(-6, 6, (1024,))
-    for dtype in HALVES:
-        a, c = torch.zeros(32, 32, dtype=torch.float32), torch.zeros(32, 32, dtype=dtype)
-        b = x.reshape(32, 32)
-        with gluon_cpu.simulate():
-            kernels.scale_add_2d[(2, 1)](a, b, c, 32, 32, 32, 1, 32, 1, 0.0, 16, 32)
-        assert torch.equal(c, b.to(dtype))
-
-
 def test_layouts_of_views_are_tritons_own():
     """Split of a reshaped, permuted wgmma accumulator: the layout comes from Triton's algebra."""
     from utils.gluon_cpu import layouts

@@ -61,7 +61,7 @@ BUGS = [
     (turns, "next turn", "next turn of the loop"),
     (two_calls, "call before", "may get its memory"),
     (two_calls, "turn before", "may get its memory"),
-    *((between_warps, case, "TMA store from tile") for case in ("sum in flight", "conversion in flight")),
+    *((between_warps, f"{what} in flight", "TMA store from tile") for what in ("sum", "conversion", "gather", "scan")),
     (dead_copy, "copy in flight", "cp.async into ahead"),
 ]
 CORRECT = [

@@ -50,17 +50,18 @@ def by_block_pointer(x, y, BLOCK: tl.constexpr):
     tl.store(y + tl.arange(0, BLOCK), tl.load(tl.make_block_ptr(x, (BLOCK,), (1,), (0,), (BLOCK,), (0,))))
 
 
-HALVES = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 3.3e38, -1e-40, float("inf"), 0.1, 7.0, -2.0])
-NUMBERS = [HALVES, HALVES.double(), HALVES.half(), torch.arange(-300, -292, dtype=torch.int32)]
+HALVES = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 3.3e38, -1e-40, float("inf"), 0.1, 7.0, -2.0, *torch.randn(56)])
+NUMBERS = [HALVES, HALVES.double(), HALVES.half(), torch.arange(-3000, -2936, dtype=torch.int32)]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("x", NUMBERS, ids=lambda x: str(x.dtype))
-def test_every_number_becomes_the_nearest_of_bf16(x):
-    y, back = torch.empty(8).bfloat16(), torch.empty(8)
+def test_every_number_becomes_the_nearest_of_16_bits(x, dtype):
+    y, back = torch.empty(64, dtype=dtype), torch.empty(64)
     with simulate():
-        convert[(1,)](x, y, BLOCK=8)
-        convert[(1,)](y, back, BLOCK=8)
-    assert torch.equal(y, x.bfloat16()) and torch.equal(back, y.float())
+        convert[(1,)](x, y, BLOCK=64)
+        convert[(1,)](y, back, BLOCK=64)
+    assert torch.equal(y, x.to(dtype)) and torch.equal(back, y.float())
 
 
 def test_products_of_bf16_are_exact_and_of_fp32_need_their_precision():
