@@ -101,18 +101,12 @@ def demo(
     from instructor.build import build_lab
     from instructor.demo import run_demo
     from instructor.points import lab_path
-    from utils.bench.terminal import progress_bar
+    from utils.bench.terminal import steps_shown
 
     built = [build_lab(lab_path(name)) for name in _names(labs)]
     out.mkdir(parents=True, exist_ok=True)
-    with progress_bar(remaining=True) as bar:
-        task = bar.add_task("starting", total=None)
-        summary, failed = run_demo(
-            built,
-            out.absolute(),
-            lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
-            timeout,
-        )
+    with steps_shown(remaining=True) as show:
+        summary, failed = run_demo(built, out.absolute(), show, timeout)
     typer.echo(f"The demo is ready: {summary}")
     for problem in failed:
         typer.echo(f"error: {problem}", err=True)

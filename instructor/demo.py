@@ -34,7 +34,7 @@ def run_demo(
     Args:
         labs: the labs.
         target: the folder.
-        step: called after each cell with the name of the lab, and the numbers of cells that have run and of all cells.
+        step: called before each lab and after each cell with the name of the lab, the number of cells that have run, and of all.
         timeout: seconds that one cell may take.
 
     Returns:
@@ -55,6 +55,7 @@ def run_demo(
             def count(index: int, name: str = built.name, before: int = done) -> None:
                 step(name, before + index + 1, sum(totals))
 
+            step(built.name, done, sum(totals))
             execution = execute(built.instructor, timeout=timeout, folder=folder, on_cell=count)
             done += total
             rows.append((built.name, execution, _write(folder, built.name, execution)))

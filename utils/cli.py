@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from utils.bench.cli import app as bench
-from utils.bench.terminal import errors_as_lines, progress_bar, show_table
+from utils.bench.terminal import errors_as_lines, show_table, steps_shown
 from utils.files import ROOT
 from utils.progress.record import (
     BY_HAND,
@@ -129,17 +129,17 @@ def check_lab(
     timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 300,
 ) -> None:
     """Run a copy of a lab and its visible checks here; print the table of points; status 1 if a check did not pass."""
-    with errors_as_lines(ProgressError), progress_bar(remaining=True) as bar:
+    with errors_as_lines(ProgressError), steps_shown(remaining=True) as show:
         notebook = find_lab(lab)
-        task = bar.add_task(f"running {notebook.name}", total=None)
-        executed = run_checks(notebook, timeout, lambda done, total: bar.update(task, completed=done, total=total))
+        show(step := f"running {notebook.name}")
+        executed = run_checks(notebook, timeout, lambda done, total: show(step, done, total))
         keep_outcomes(notebook, outcomes_of(executed))
     found = parts(executed)
     rows = [
         [f"{part.question}{' (bonus)' if part.bonus else ''}", part.title, f"{part.points:g}", _said(part)]
         for part in found
     ]
-    show_table(["Question", "", "Points", "Visible check"], rows)
+    show_table(["Question", "", "Points", "Visible check"], rows, wrap=["", "Visible check"])
     typer.echo(f"{summary(found)} Grading also tries other inputs.")
     if any(part.state not in (PASSED, BY_HAND) and not part.bonus for part in found):
         raise typer.Exit(1)

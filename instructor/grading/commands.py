@@ -96,21 +96,19 @@ def grade(
         )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several torch processes on few cores slow each other down tenfold
     with _errors_as_lines(course_folder), only_grader(course_folder, _name(lab)):
-        from rich.markup import escape
-
         from instructor.course import Course
         from instructor.grading.class_.cluster import grade_class
         from instructor.grading.class_.late import set_due_date
         from instructor.grading.submission.harmless import for_terminal
-        from utils.bench.terminal import progress_bar
+        from utils.bench.terminal import steps_shown
 
         built = _build(lab)
         course = Course(course_folder, timeout=int(timeout))
         local = time_zone(zone)
         date = read_date(due, local) if due is not None else None
         found = _found(course, built, roster, archive, local, only)
-        with progress_bar(remaining=True) as bar:
-            task = bar.add_task("warming up", total=len(found))
+        with steps_shown(remaining=True) as show:
+            show("warming up", 0, len(found))
             summary = grade_class(
                 course,
                 built,
@@ -120,11 +118,7 @@ def grade(
                 timeout=timeout,
                 limits=limits,
                 again=bool(only),
-                progress=lambda student, done, total: (
-                    typer.echo(f"{done}/{total} {for_terminal(student, 60)}", err=True)
-                    if bar.disable  # without a terminal: a class may take hours
-                    else bar.update(task, completed=done, description=escape(for_terminal(student, 60)))
-                ),
+                progress=lambda student, done, total: show(for_terminal(student, 60), done, total),
             )
         if date is not None:
             set_due_date(course, built.name, date)

@@ -6,15 +6,11 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from utils.bench.terminal import FAILED, STOPPED, ArtifactsDir, AsJson, RunName, errors_as_lines, show_json, show_table
-
-if TYPE_CHECKING:
-    from utils.bench.run import Options
-    from utils.bench.targets import Plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -100,8 +96,9 @@ def run(
     from utils.bench.knobs import Sweep
     from utils.bench.report import terminal_remarks, times_table, write_report
     from utils.bench.results import exit_code, status_text
-    from utils.bench.run import Options, new_run_id
+    from utils.bench.run import Options, Runner, new_run_id
     from utils.bench.targets import plan
+    from utils.bench.terminal import steps_shown
     from utils.machine.device import default_device
     from utils.machine.environment import environment
 
@@ -118,7 +115,15 @@ def run(
         plans = plan(names, extra, device, os.environ, sweep=swept, inputs=inputs or (), against=against)
         if update_expectations:
             expectations_file(environment()["gpu"])  # raises for a CPU, before anything is timed
-        document = _run_with_progress(plans, options)
+        with steps_shown() as show:
+            runner = Runner(plans, options, device, show)
+            try:
+                document = runner.run()
+            except KeyboardInterrupt:
+                typer.echo(
+                    f"interrupted: {status_text(runner.document)}; what was done is in {options.folder}.", err=True
+                )
+                raise typer.Exit(STOPPED) from None
         if sweep:
             for path in write_report(document, options.folder):
                 typer.echo(path, err=True)
@@ -137,33 +142,6 @@ def run(
     profiles = f", profiles in {options.profiles_dir}" if any(case["profiles"] for case in document["cases"]) else ""
     typer.echo(f"{document['status']}: {status_text(document)}; {options.folder}{profiles}", err=True)
     raise typer.Exit(exit_code(document))
-
-
-def _run_with_progress(plans: list[Plan], options: Options) -> dict:
-    """Run the plans under a progress bar; Ctrl-C ends the command with a last line and status 130."""
-    from utils.bench.results import status_text
-    from utils.bench.run import STEPS, Runner
-    from utils.bench.terminal import progress_bar
-    from utils.machine.device import default_device
-
-    progress = progress_bar()
-    numbers = {id(case): number for number, case in enumerate(case for plan in plans for case in plan.cases)}
-    steps = STEPS[:-1] if options.profile == "none" else STEPS
-    task = progress.add_task("starting", total=len(numbers) * len(steps))
-
-    def show_step(case, step: str) -> None:
-        done = numbers[id(case)] * len(steps) + steps.index(step)
-        progress.update(task, completed=done, description=f"{case.target} {case.label}: {step}")
-        if progress.disable:
-            typer.echo(f"{done + 1}/{len(numbers) * len(steps)} {case.target} {case.label}: {step}", err=True)
-
-    runner = Runner(plans, options, default_device(), show_step)
-    try:
-        with progress:
-            return runner.run()
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted: {status_text(runner.document)}; what was done is in {options.folder}.", err=True)
-        raise typer.Exit(STOPPED) from None
 
 
 @app.command()

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from utils.bench import results as res
-from utils.benchmark.intervals import NOT_ENOUGH_DATA
 from utils.benchmark.result import STATISTICS, Measurement, digits, format_interval, format_rate, with_interval
 from utils.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-WIDEST_SPEEDUP = len(f"0.999 [0.999, 0.999] {NOT_ENOUGH_DATA}")
 
 
 def rows(document: dict) -> list[dict]:
@@ -64,14 +61,9 @@ def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 
 def times_table(document: dict) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and lines of a run's times, for the terminal and for a page.
-
-    Cells of numbers have the width of the longest that can come, so that two runs of a target have one layout.
-    """
+    """Return the columns and lines of a run's times, for the terminal and for a page."""
     lines = []
-    for row in rows(document):
-        if "median_ms" not in row:
-            continue
+    for row in (row for row in rows(document) if "median_ms" in row):
         speedup = ""
         if "speedup" in row:
             speedup = with_interval(row["speedup"], row["speedup_low"], row["speedup_high"]) + f" {row['verdict']}"
@@ -80,11 +72,11 @@ def times_table(document: dict) -> tuple[list[str], list[list[str]]]:
                 row["target"],
                 row["workload"],
                 f"{row['side']}: {row['ran']}",
-                f"{format_interval(row['median_ms'], row['low_ms'], row['high_ms']):<24}",
-                f"{format_rate(row['tflops']):<12}",
-                f"{'-' if row['gb_s'] is None else digits(row['gb_s']):<6}",
-                f"{'-' if row['roof_share'] is None else format(row['roof_share'], '.1%'):<6}",
-                f"{speedup:<{WIDEST_SPEEDUP}}",
+                format_interval(row["median_ms"], row["low_ms"], row["high_ms"]),
+                format_rate(row["tflops"]),
+                "-" if row["gb_s"] is None else digits(row["gb_s"]),
+                "-" if row["roof_share"] is None else format(row["roof_share"], ".1%"),
+                speedup,
                 row["options"],
             ]
         )

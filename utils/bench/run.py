@@ -100,7 +100,7 @@ def empty_record(plan: Plan, case: Case, options: Options) -> dict:
 class CaseRun:
     """Measures one case into its record; raises if a side is refused, wrong, or not what was asked for."""
 
-    def __init__(self, plan: Plan, case: Case, record: dict, options: Options, on_step: Callable[[Case, str], None]):
+    def __init__(self, plan: Plan, case: Case, record: dict, options: Options, on_step: Callable[[str], None]):
         self.target, self.sides, self.case = plan.target, plan.sides, case
         self.record, self.options, self.on_step = record, options, on_step
         self.precision = arithmetic(case.workload.dtype, case.device)
@@ -112,12 +112,12 @@ class CaseRun:
         self._refuse_unsupported()
         check_fits(case.label, max(target.bytes_needed(case, side) for side in self.sides), case.device)
         self.record["cost"] = {"flops": case.workload.cost.flops, "bytes": case.workload.cost.bytes}
-        self.on_step(case, "build")
+        self.on_step("build")
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()  # from the ninth shape on, a compiled function silently runs eager
         inputs = target.inputs(case)
         built = {side: target.build(case, side, *inputs) for side in self.sides}
-        self.on_step(case, "verify")
+        self.on_step("verify")
         expected = target.expected(case, *inputs)
         for side, call in built.items():
             bounds = target.bounds(case, side, self.precision, self.record["verification"])
@@ -125,7 +125,7 @@ class CaseRun:
                 self.record["verification"][side] = verification._asdict()
         for side, call in built.items():
             self._prove(side, call)
-        self.on_step(case, "time")
+        self.on_step("time")
         for side, measurement in self._time(built).items():
             self.record["sides"][side] = {**measurement.to_dict(), "environment": {}}  # the run's record has it once
             stopped = measurement.method["stopped"]
@@ -135,7 +135,7 @@ class CaseRun:
             if call.prepared is not None:
                 call.prepared.check()  # raises if it was compiled again
         if self.options.profile != "none":
-            self.on_step(case, "profile")
+            self.on_step("profile")
             self._profile(built)
 
     def _refuse_unsupported(self) -> None:
@@ -249,14 +249,15 @@ class Runner:
         plans: Sequence[Plan],
         options: Options,
         device: torch.device,
-        on_step: Callable[[Case, str], None] = lambda case, step: None,
+        show: Callable[[str, int, int], None] = lambda step, done, total: None,
     ):
         """Check the options and begin the document; nothing is written or run yet.
 
-        Before each of STEPS, `on_step` is called with the case and the step, for a progress bar.
+        Before each step of each case, `show` is called with it in words, how many came before it, and how many there are.
         """
         options.check(device.type)
-        self.plans, self.options, self.device, self.on_step = plans, options, device, on_step
+        self.cases = [(plan, case) for plan in plans for case in plan.cases]
+        self.options, self.device, self.show = options, device, show
         self.lost_gpu = ""  # why the GPU cannot be used any more
         self.document = res.RESULTS.document(
             run_id=options.run_id,
@@ -281,10 +282,9 @@ class Runner:
         self.save()
         status = "complete"
         try:
-            for plan in self.plans:
-                for case in plan.cases:
-                    self._run_case(plan, case)
-                    self.save()
+            for number, (plan, case) in enumerate(self.cases):
+                self._run_case(plan, case, number)
+                self.save()
         except BaseException as error:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             raise
@@ -299,16 +299,21 @@ class Runner:
         write_json(self.options.folder / res.RESULTS_FILE, self.document)
         write_whole(self.options.folder / res.REPORT_FILE, markdown(self.document))
 
-    def _run_case(self, plan: Plan, case: Case) -> None:
+    def _run_case(self, plan: Plan, case: Case, number: int) -> None:
         """Run one case into the document; only Ctrl-C leaves by an exception."""
         record = empty_record(plan, case, self.options)
         self.document["cases"].append(record)
         if self.lost_gpu:
             record["reason"] = self.lost_gpu
             return
-        begin = time.perf_counter()
+        steps, begin = STEPS[:-1] if self.options.profile == "none" else STEPS, time.perf_counter()
+
+        def on_step(step: str) -> None:
+            done = number * len(steps) + steps.index(step)
+            self.show(f"{case.target} {case.label}: {step}", done, len(self.cases) * len(steps))
+
         try:
-            CaseRun(plan, case, record, self.options, self.on_step).measure()
+            CaseRun(plan, case, record, self.options, on_step).measure()
             record["status"] = res.OK
         except KeyboardInterrupt:
             record |= {"status": res.INTERRUPTED, "reason": "Ctrl-C; the results so far are kept."}

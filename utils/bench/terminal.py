@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,6 @@ from utils.bench.errors import BenchError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
 FAILED, USAGE, STOPPED = 1, 2, 130  # exit codes: a failed benchmark, wrong input, Ctrl-C
 
@@ -54,42 +54,52 @@ def console(stderr: bool = False) -> Console:
 def show_table(columns: Sequence[str], lines: Sequence[Sequence[object]], *, wrap: Sequence[str] = ()) -> None:
     """Print a table on standard output; the cells are shown as they are, without rich's markup.
 
-    A table that is wider than the terminal would break numbers inside. It is printed as records instead: the first cell as
-    a heading, unless the line above has the same, and below it a line `name  cell` for each cell that is not empty.
+    A table that is wider than the terminal would break numbers inside. What all its lines share then stands above it, and lines
+    with the same first cell are a table of their own. What is still too wide is turned: the lines stand side by side.
 
     Args:
         columns: the names of the columns.
         lines: the cells of each line.
-        wrap: columns of sentences, which may be broken between words, down to 30 characters.
+        wrap: columns of sentences, which may be broken between words, down to 15 characters.
     """
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(pad_edge=False)
-    for name in columns:
-        table.add_column(name, overflow="fold", no_wrap=name not in wrap)
-    for line in lines:
-        table.add_row(*(Text(str(cell)) for cell in line))
     screen = console()
-    widths = [max(len(str(cell)) for cell in cells) for cells in zip(columns, *lines, strict=True)]
-    narrowest = [min(width, 30) if name in wrap else width for name, width in zip(columns, widths, strict=True)]
-    if sum(narrowest) + 3 * len(narrowest) + 1 <= screen.width:
+    by_column = list(zip(columns, *(map(str, line) for line in lines), strict=True))
+
+    def is_wide() -> bool:
+        widths = [min(max(map(len, cells)), 15 if cells[0] in wrap else screen.width) for cells in by_column]
+        return sum(widths) + 3 * len(widths) + 1 > screen.width
+
+    if is_wide() and len({*map(str, lines)}) > 1:
+        for name, first, *others in [cells for cells in by_column if len({*cells[1:]}) == 1]:
+            by_column.remove((name, first, *others))
+            screen.print(Text(f"{name}  {first or '-'}"), soft_wrap=True)
+    names, *rows = zip(*by_column, strict=True)
+    groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row[0])]
+    if not is_wide():
+        table = Table(pad_edge=False)
+        for name in names:
+            table.add_column(name, overflow="fold", no_wrap=name not in wrap)
+        for row in rows:
+            table.add_row(*map(Text, row))
         screen.print(table)
-        return
-    heading = None
-    for first, *rest in lines:
-        if heading is not None:
-            screen.print()
-        if first != heading:
-            screen.print(Text(str(first)))
-        heading = first
-        record = Table.grid(padding=(0, 2))
-        record.add_column(no_wrap=True, min_width=max(map(len, columns[1:])) + 2)
-        record.add_column(overflow="fold")
-        for name, cell in zip(columns[1:], map(str, rest), strict=True):
-            if cell.strip():
-                record.add_row(f"  {name}", Text(cell.rstrip()))
-        screen.print(record)
+    elif 1 < len(groups) <= len(rows) // 2:
+        for group in groups:
+            show_table(names, group, wrap=wrap)
+    else:
+        while rows:
+            ends = itertools.accumulate((2 + max(map(len, row)) for row in rows), initial=max(map(len, names)))
+            count = max(sum(end <= screen.width for end in ends) - 1, 1)
+            turned = Table.grid(padding=(0, 2, 0, 0))
+            for column in (names, *rows[:count]):
+                turned.add_column(overflow="fold", no_wrap=column is names)
+            for cells in zip(names, *rows[:count], strict=True):
+                if any(cells[1:]):
+                    turned.add_row(*map(Text, cells))
+            screen.print(turned, "")
+            rows = rows[count:]
 
 
 def show_json(value: Any) -> None:
@@ -97,16 +107,31 @@ def show_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=1, default=str))
 
 
-def progress_bar(*, remaining: bool = False) -> Progress:
-    """Make a progress bar, with the time passed or remaining, on standard error; none if that is no terminal."""
+@contextlib.contextmanager
+def steps_shown(*, remaining: bool = False) -> Iterator[Callable]:
+    """Show steps on standard error as a bar, with the time passed or remaining; without a terminal, as a line for each tenth.
+
+    The function that it yields takes a step in words, how many steps are done, and of how many.
+    """
     from rich import progress
 
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
+    said = None
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn() if remaining else progress.TimeElapsedColumn(),
-        console=console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
     )
+    clock = progress.TimeRemainingColumn() if remaining else progress.TimeElapsedColumn()
+    hidden = not sys.stderr.isatty()
+    with progress.Progress(*columns, clock, console=console(stderr=True), transient=True, disable=hidden) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(step: str, done: int = 0, total: int | None = None) -> None:
+            nonlocal said
+            bar.update(task, description=step, completed=done, total=total)
+            line = step, 10 * done // total if total else 0
+            if hidden and line != said:
+                said = line
+                typer.echo(f"{done}/{total} {step}" if total else step, err=True)
+
+        yield show

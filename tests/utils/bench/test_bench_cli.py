@@ -49,9 +49,11 @@ def test_no_number_is_broken_whatever_the_width(width, monkeypatch, capsys):
 
     console = rich.console.Console
     monkeypatch.setattr(terminal, "console", lambda: console(width=width, highlight=False))
-    terminal.show_table(["Target", "Median", "Of roof"], [["chapter:workload", "12.71 [12.10, 13.02] ms", "98.3%"]])
+    times = "12.71 [12.10, 13.02] ms", "1.29 [1.26, 1.31] ms"
+    terminal.show_table(["Target", *"abcd"], [["chapter:workload " * 5, *4 * [side]] for side in times])
     shown = capsys.readouterr().out
-    assert "12.71 [12.10, 13.02] ms" in shown and "98.3%" in shown and "chapter:workload" in shown
+    assert shown.count("chapter:workload") == (10 if width > 80 else 5) and shown.count(times[0]) == 4
+    assert any(all(side in line for side in times) for line in shown.splitlines()) == (width == 80), "side by side"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_timed(monkeypatch):
