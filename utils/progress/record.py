@@ -232,7 +232,7 @@ def run_checks(path: Path, timeout: int, step: Callable[[int, int], None] = lamb
         client.execute()
     except CellTimeoutError:
         begun = [c.source for c in notebook.cells if c.cell_type == "code" and c.source.strip()]
-        first = begun[client.code_cells_executed - 1].partition("\n")[0]
+        first = re.sub(r"from utils.*needs\([^)]*\)\n", "", begun[client.code_cells_executed - 1]).partition("\n")[0]
         raise ProgressError(
             f"the cell `{first}` of {path.name} took longer than {timeout} s: does it end? If so, use --timeout."
         ) from None

@@ -119,13 +119,10 @@ def test_the_compiler_agrees():
     from utils.kernels.offline import compile_gluon
 
     half = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
-    for warps, instruction, shared in (
-        ([8, 1], [16, 64, 16], half),
-        ([4, 2], [16, 64, 16], half),
-        ([4, 1], [16, 64, 16], core_matrices(64, 64)),
-        ([4, 1], [16, 64, 16], core_matrices(64, 64, turned=True)),
-    ):
-        constants = dict(M=64, N=64, K=64, layout=gl.NVMMADistributedLayout([3, 0], warps, instruction), shared=shared)
+    turned = core_matrices(64, 64, turned=True)
+    for warps, shared in (([8, 1], half), ([4, 2], half), ([4, 1], core_matrices(64, 64)), ([4, 1], turned)):
+        layout = gl.NVMMADistributedLayout([3, 0], warps, [16, 64, 16])
+        constants = dict(M=64, N=64, K=64, layout=layout, shared=shared)
         signature = dict(a_ptr="*fp16", b_desc=f"tensordesc<fp16[64, 64],{half!r}>", c_ptr="*fp32")
         assert compile_gluon(kernels.product, signature, constants, ["a_ptr", "c_ptr"], warps[0] * warps[1]).asm[
             "cubin"
