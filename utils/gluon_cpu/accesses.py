@@ -138,7 +138,7 @@ def access(
         if covers:
             desc.written[...] = desc.spread
     elif len(allocation.spreads) > 1 and ((desc.written != desc.spread) & (desc.written > 0)).any():
-        text = f"{desc.label} was spread over the blocks in another way when it was written ({allocation.spreads})"
+        text = f"{desc.label} was written through a layout that puts its elements in other places"
         refuse("layout", f"{capitalized(what)}: {text}. Read it through the layout that it was written through.")
     elif not desc.written.all():
         program.unwritten_reads.append(accesses[0])

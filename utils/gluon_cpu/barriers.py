@@ -235,15 +235,12 @@ def is_true(pred: Any) -> bool:
     return pred if isinstance(pred, bool) else bool(to_tensor(pred).data)
 
 
-_FIRST = {0}
-
-
 def barriers_of(desc: Any, what: str) -> list[MBarrier]:
     """Return the barrier of each block at a place of shared memory; refuse a place that has none."""
     if not isinstance(desc, MemDesc):
         refuse("kernel", f"{what} needs an mbarrier in shared memory, got {desc!r}.")
     blocks = context.program().num_ctas
-    owners = {owner for owner, _ in layouts.block_groups(desc.layout, blocks)} if blocks > 1 else _FIRST
+    owners = {owner for owner, _ in layouts.block_groups(desc.layout, blocks)}
     if desc.dtype.name != "int64" or desc.view.size != len(owners):
         kind = f"{desc.label} is {desc.dtype}{list(desc.shape)}"
         one = "one 64-bit mbarrier" if blocks == 1 else f"a 64-bit mbarrier for each of {len(owners)} blocks"

@@ -150,16 +150,14 @@ def report(
 
 def note(kind: str, message: str, others: tuple[Site, ...]) -> None:
     """Keep a finding that the compiler repairs: it is no mistake on the machine, and ends nothing."""
-    notes, finding = program().run.notes, _finding(kind, message, sites(), None, others)
-    if not any(n.kind == kind and n.site == finding.site for n in notes):
-        notes.append(finding)
+    program().collect(_finding(kind, message, sites(), None, others), program().run.notes)
 
 
 def _kept(finding: Report) -> Exception:
     """Put a finding into the run and on its timeline, and return its error."""
     if _program is not None:
         _program.mark(finding)
-        _program.collect(finding)
+        _program.collect(finding, _program.run.reports)
     return ERRORS[finding.kind](finding)
 
 

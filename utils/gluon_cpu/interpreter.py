@@ -238,10 +238,8 @@ class _LoopVariable(Tensor):
 def _range(*bounds):
     """`range`, with a run-time scalar for the loop variable."""
     if len(bounds) == 3 and isinstance(bounds[2], Tensor) and bounds[2].data < 1:
-        text = (
-            f"range with a step of {bounds[2].data} that is known only when the kernel runs: Triton counts upwards then"
-        )
-        refuse("kernel", f"{text}, and such a loop has no turns, or no end. Write the step as a constant.")
+        text = f"range with a step of {bounds[2].data} that is known at run time only: Triton counts upwards there"
+        refuse("kernel", f"{text}, so the loop has no turns, or no end. Write the step as a constant.")
     return (Tensor(i, gl.int32) for i in range(*(to_tensor(b).data for b in bounds)))
 
 

@@ -78,7 +78,7 @@ for _name, _function in {
     "fdiv": lambda x, y, ieee_rounding=False: to_tensor(x) / y,
     "div_rn": lambda x, y: to_tensor(x) / y,
     "ravel": lambda x: x.reshape([x.numel]),
-    "trans": lambda input, *dims: input.trans(*dims),
+    "trans": lambda input, *dims: input.permute(*(dims or (1, 0))),
     "broadcast_to": lambda input, *shape: input.broadcast_to(*shape),
     "view": lambda input, *shape: input.reshape(*shape),
     "debug_barrier": lambda: None,

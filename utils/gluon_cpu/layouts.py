@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import NoReturn
 
 import numpy as np
 from triton.experimental.gluon import language as gl
@@ -22,8 +21,7 @@ from .known import constant, once_for_constants
 AUTO = AutoLayout()  # one object: layouts are compared by identity first
 
 
-def _refuse(message: str) -> NoReturn:
-    refuse("layout", message)
+_refuse = functools.partial(refuse, "layout")
 
 
 def threads(layout) -> tuple[int, int] | None:
@@ -59,13 +57,26 @@ def per_block(shape: list[int], layout) -> list[int]:
     return part
 
 
-_ALONE = [(0, 1)]
+def places(layout, shape: list[int]) -> tuple:
+    """Return what two layouts have in common if they put the elements of a tile, counted in order, in the same places."""
+    bases = tuple(map(tuple, block_bases(layout)))
+    if isinstance(layout, gl.NVMMASharedLayout) and not layout.transposed:
+        row, swizzle = per_block(shape, layout)[-1] * layout.element_bitwidth // 8, layout.swizzle_byte_width
+        if swizzle in (0, row):  # the rows follow each other, however they are counted
+            return swizzle, bases
+    if (
+        isinstance(layout, gl.SwizzledSharedLayout)
+        and layout.max_phase == 1
+        and layout.order[0] == len(layout.order) - 1
+    ):
+        return 0, bases
+    return layout, tuple(shape)
 
 
 def block_groups(layout, blocks: int) -> list[tuple[int, int]]:
     """Return, for each block of a cluster, the first of those that hold the same part, and how many these are."""
     if blocks == 1:
-        return _ALONE
+        return [(0, 1)]
     same = sum(1 << bit for bit, basis in enumerate(block_bases(layout)) if not any(basis))
     return [(block & ~same, 1 << same.bit_count()) for block in range(blocks)]
 
@@ -278,8 +289,11 @@ def view(layout, shape: list[int], operation: str, argument=None, dtype=gl.float
     """Return the layout of a register tensor, or of shared memory, after an operation of _VIEWS."""
     if isinstance(layout, AutoLayout):
         return layout
-    if "permute" in operation and sorted(argument) != list(range(len(shape))):  # Triton would end the process
+    # In these two cases Triton would end the process.
+    if "permute" in operation and sorted(argument) != list(range(len(shape))):
         _refuse(f"{operation}: {list(argument)} does not name each dimension of {list(shape)} once, from 0.")
+    if getattr(layout, "rank", len(shape)) != len(shape):
+        _refuse(f"{operation}: the first dimension of {list(shape)} counts buffers: take one of them by .index(i).")
     try:
         return _layout_of_view(*_warps_and_blocks(), layout, dtype, tuple(shape), operation, argument)
     except (RuntimeError, ValueError, TypeError) as error:

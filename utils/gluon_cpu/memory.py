@@ -30,7 +30,7 @@ class Allocation:
         self.path = ""  # the path to it through an aggregate, such as ring.bars.full
         self.data: np.ndarray = np.zeros(shape, numpy_type(dtype))
         self.written: np.ndarray = np.zeros(shape, np.int8)  # 0, or the number of the one of `spreads` that wrote it
-        self.spreads: list = [layouts.block_bases(layout)]  # how its views spread it over the blocks of a cluster
+        self.spreads: list = [layouts.places(layout, shape)]  # where its views put their elements
         self.records: list[list[Access]] = [[] for _ in range(context.program().num_ctas)]  # of each block
         self.barriers: dict[int, list] = {}  # the MBarriers in it, by their place: one for each block
         self.bytes = math.prod(layouts.per_block(shape, layout)) * dtype.primitive_bitwidth // 8  # in each block
@@ -174,8 +174,8 @@ class MemDesc:
     def _reinterpret(self, dtype=None, shape=None, layout=None) -> MemDesc:
         """Return the start of the same memory with another shape and layout: how a kernel uses a free slot again.
 
-        What is read through one layout must have been written through it. The simulator keeps values by their place in
-        the tile, not by their address, so another dtype is refused.
+        What is read through one layout must have been written through it, or through one that puts elements in the same places.
+        The simulator keeps values by their place in the tile, not by their address, so another dtype is refused.
         """
         shape = list(self.shape) if shape is None else constants(shape, "_reinterpret's shape")
         layout = self.layout if layout is None else layout
@@ -193,11 +193,11 @@ class MemDesc:
             refuse("layout", f"_reinterpret: {text}; {shape} needs {parts[0]}.")
         view, written = (array.reshape(-1)[:size].reshape(shape) for array in (self.view, self.written))
         subview = self._view(view, written, layout, f"{self.suffix} as {shape}")
-        spreads, bases = self.allocation.spreads, layouts.block_bases(layout)
-        if bases != layouts.block_bases(self.layout):
-            if bases not in spreads:
-                spreads.append(bases)
-            subview.spread = spreads.index(bases) + 1
+        spreads, places = self.allocation.spreads, layouts.places(layout, shape)
+        if places != layouts.places(self.layout, list(self.shape)):
+            if places not in spreads:
+                spreads.append(places)
+            subview.spread = spreads.index(places) + 1
         return subview
 
     reinterpret = _reinterpret  # its name from Triton 3.9 on
@@ -228,7 +228,7 @@ class MemDesc:
     def check_value(self, value) -> None:
         """Refuse a tensor of another shape or dtype."""
         if list(value.shape) != list(self.shape) or value.dtype.name != self.dtype.name:
-            text = f"{self.label} holds {self.dtype}{list(self.shape)}; a tensor {value.dtype}{list(value.shape)}"
+            text = f"{self.label} holds {self.dtype}{list(self.shape)}; values {value.dtype}{list(value.shape)}"
             hint = "Shapes and dtypes must match: use .to(...), .reshape(...) or another view."
             refuse("layout", f"{text} cannot be stored there. {hint}")
 

@@ -118,16 +118,14 @@ class Program:
         self.failure: BaseException | None = None
         self.abandoned = False  # whether the default partition knows of the failure
         self.unwritten_reads: list = []
-        self.cluster_arrival: list[Knowledge] | None = (
-            None  # what each block knew at a cluster.arrive that awaits its wait
-        )
+        self.cluster_arrival: list[Knowledge] | None = None  # what each block knew at a cluster.arrive without its wait
 
     # ---- findings -------------------------------------------------------------------------------------------------
 
-    def collect(self, finding: Report) -> None:
+    def collect(self, finding: Report, kept: list[Report]) -> None:
         """Keep a report, unless the same line has one of its kind."""
-        if not any(r.kind == finding.kind and r.site == finding.site for r in self.run.reports):
-            self.run.reports.append(finding)
+        if not any(r.kind == finding.kind and r.site == finding.site for r in kept):
+            kept.append(finding)
 
     def step(self) -> None:
         """Count one step of kernel code, and end endless loops."""
@@ -284,7 +282,7 @@ class Program:
         text = "Nobody can go on and nothing is under way.\n    " + "\n    ".join(lines)
         others = tuple(p.blocked_at for p in waiting[1:])
         report = Report("deadlock", text, first.blocked_at, first.name, self.ids, (), others)
-        self.collect(report)
+        self.collect(report, self.run.reports)
         raise DeadlockError(report)
 
     # ---- warp specialization --------------------------------------------------------------------------------------

@@ -191,9 +191,7 @@ def tcgen05_copy(src, dst) -> None:
     """Start a copy from shared memory to tensor memory, in order with the products."""
     if not isinstance(dst, TensorMemory) or not isinstance(src, MemDesc) or isinstance(src, TensorMemory):
         refuse("layout", f"tcgen05_copy takes shared memory and tensor memory; got {src!r} and {dst!r}.")
-    if list(src.shape) != list(dst.shape) or src.dtype.name != dst.dtype.name:
-        text = f"{src.label} is {src.dtype}{list(src.shape)}, {dst.label} is {dst.dtype}{list(dst.shape)}"
-        refuse("layout", f"tcgen05_copy: {text}; they must have the same shape and type.")
+    dst.check_value(src)
     operands = [(src, False, "tcgen05_copy that reads"), (dst, True, "tcgen05_copy that writes")]
     end = _issue(operands, src.nbytes / context.program().model.shared_bytes, f"{src.label} to {dst.label}")
 

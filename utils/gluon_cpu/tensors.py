@@ -8,6 +8,7 @@ import operator
 import types
 
 import numpy as np
+import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from . import context, layouts
@@ -69,10 +70,6 @@ class Tensor(RunTimeValue):
         """Return the values in another dtype."""
         return self.cast(*args, **kwargs)
 
-    def trans(self, *dims):
-        """Return the tensor with its dimensions in another order, by default the other of two."""
-        return self.permute(*(dims or (1, 0)))
-
     def broadcast_to(self, *shape):
         """Return the tensor with its dimensions of one repeated."""
         shape = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else list(shape)
@@ -82,7 +79,7 @@ class Tensor(RunTimeValue):
         return f"<{self.dtype}{list(self.shape)} {self.layout or ''}: {self.data}>"
 
     def __getattr__(self, name):
-        function = getattr(gl, name, None)
+        function = getattr(gl, name, getattr(tl, name, None))
         if hasattr(gl.tensor, name) and callable(function):  # x.atomic_add(y) is gl.atomic_add(x, y)
             return types.MethodType(functools.partial(context.program().call, function), self)
         text = f"gluon_cpu does not know the method .{name} of a tensor"

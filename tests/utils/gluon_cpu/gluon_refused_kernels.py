@@ -146,6 +146,10 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
         n = gl.multiple_of(n, 16)
         # found: no multiple
         n = gl.multiple_of(n + 1, 16)
+    if BUG == "slots reshaped":
+        a = gl.allocate_shared_memory(gl.float16, [2, 64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+        # found: slots reshaped
+        b = a.reshape([128, 64])
     if BUG == "fewer than none":
         # found: fewer than none
         tma.store_wait(-1)

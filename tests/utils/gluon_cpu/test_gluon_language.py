@@ -92,21 +92,10 @@ def run_cluster_matmul(
     own = [[1 << i] for i in range(bits)]
     layout = mbarrier.MBarrierLayout(own if empty == "each block's" else [[0]] * bits)
     acc = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16], rows)
+    tiles = described(a, [64 * blocks, 64], rows), described(b, [64, 64], b_cga or same), c, 5, acc, layout
+    how = blocks if empty == "each block's" else 1, nbytes, multicast, waits, meets
     with gluon_cpu.simulate(seed=seed) as run:
-        kernels.cluster_matmul[(1,)](
-            described(a, [64 * blocks, 64], rows),
-            described(b, [64, 64], b_cga or same),
-            c,
-            5,
-            acc,
-            layout,
-            blocks if empty == "each block's" else 1,
-            nbytes,
-            multicast,
-            waits,
-            meets,
-            num_ctas=blocks,
-        )
+        kernels.cluster_matmul[(1,)](*tiles, *how, num_ctas=blocks)
     assert (c.double() - a.double() @ b.double().T).abs().max() < 2e-2
     return run
 
@@ -171,20 +160,21 @@ def test_reductions_across_blocks(blocks):
 
 @clusters
 @pytest.mark.parametrize(
-    ("second", "part", "words"),
+    ("second", "part", "swizzle", "words"),
     [
-        ([[0, 1]], "", "gl.convert_layout moves values"),
-        ([[1, 0]], "slice", "does not cut smem"),
-        ([[0, 0]], "reinterpret", "each block has 2048 elements"),
-        ([[0, 1]], "reinterpret", "spread over the blocks in another way"),
+        ([[0, 1]], "", 1, "gl.convert_layout moves values"),
+        ([[1, 0]], "slice", 1, "does not cut smem"),
+        ([[0, 0]], "reinterpret", 1, "each block has 2048 elements"),
+        ([[0, 1]], "reinterpret", 1, "written through a layout"),
+        ([[1, 0]], "reinterpret", 8, "written through a layout"),
     ],
 )
-def test_memory_of_another_block_is_refused_by_name(second, part, words):
+def test_memory_of_another_block_or_in_other_places_is_refused_by_name(second, part, swizzle, words):
     shared = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], [[1, 0]])
     x = torch.zeros(64, 64)
     refused = (gluon_cpu.UnknownOperationError, gluon_cpu.LayoutError)
     with pytest.raises(refused, match=words), gluon_cpu.simulate():
-        whole = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], second)
+        whole = gl.SwizzledSharedLayout(1, 1, swizzle, [1, 0], second)
         kernels.through_memory[(1,)](x, x, blocked([[1, 0]]), blocked(second), shared, part, whole, num_ctas=2)
 
 

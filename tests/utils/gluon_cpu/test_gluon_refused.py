@@ -35,6 +35,7 @@ REFUSED = {
     "step of the run": ("kernel", "step of -1"),
     "false promise": ("kernel", "the condition does not hold"),
     "no multiple": ("kernel", "65 is no multiple of 16"),
+    "slots reshaped": ("layout", "take one of them by .index(i)"),
     "fewer than none": ("kernel", "got -1"),
     "barrier of another partition": ("barrier", "initialize it before gl.warp_specialize"),
     "name of a constant in a loop": ("kernel", "`t` was a compile-time constant before this loop"),
