@@ -292,7 +292,7 @@ def view(layout, shape: list[int], operation: str, argument=None, dtype=gl.float
     # In these two cases Triton would end the process.
     if "permute" in operation and sorted(argument) != list(range(len(shape))):
         _refuse(f"{operation}: {list(argument)} does not name each dimension of {list(shape)} once, from 0.")
-    if getattr(layout, "rank", len(shape)) != len(shape):
+    if getattr(layout, "rank", len(getattr(layout, "order", shape))) != len(shape):
         _refuse(f"{operation}: the first dimension of {list(shape)} counts buffers: take one of them by .index(i).")
     try:
         return _layout_of_view(*_warps_and_blocks(), layout, dtype, tuple(shape), operation, argument)
