@@ -89,16 +89,18 @@ def _run_of(jit):
 def run_jit(jit, args: tuple, kwargs: dict):
     """Run a @gluon.jit function; refuse arguments that do not fit its parameters."""
     body, signature, constant = rewrite(jit)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        refuse("kernel", f"{jit.fn.__name__}: {error}.")
-    bound.apply_defaults()
-    values = [unwrap(value) for value in bound.arguments.values()]
+    named = dict(zip(signature.parameters, args, strict=False)) | kwargs
+    once = len(named) == len(args) + len(kwargs)
+    values = [unwrap(named.pop(name, p.default)) for name, p in signature.parameters.items()]
+    if named or not once or any(value is inspect.Parameter.empty for value in values):
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            refuse("kernel", f"{jit.fn.__name__}: {error}.")
     for name, place in constant.items():
         if isinstance(values[place], Tensor):
-            why = "its argument is known only when the kernel runs"
-            refuse("kernel", f"{jit.fn.__name__}: {name} is a gl.constexpr parameter, but {why}.")
+            text = "is a gl.constexpr parameter, but its argument is known only when the kernel runs"
+            refuse("kernel", f"{jit.fn.__name__}: {name} {text}.")
     return body(*values)
 
 

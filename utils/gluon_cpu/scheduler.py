@@ -195,8 +195,7 @@ class Program:
             for block in p.blocks:
                 join(block.clock, {(name, p.index, block.index): count})
         if p.time > start:
-            kind = "wgmma wait" if name == "wgmma" else "copy wait"
-            self.record("partition", kind, "", None, start, p.time)
+            self.record("partition", "wgmma wait" if name == "wgmma" else "copy wait", "", None, start, p.time)
 
     # ---- the cluster ----------------------------------------------------------------------------------------------
 
