@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from utils.machine import versions
 
 from . import context, layouts
-from .context import Block, Knowledge, join, refuse, report
+from .context import Block, Clock, Knowledge, join, refuse, report
 from .known import constant, known
 from .memory import MemDesc
 from .reports import Site
@@ -56,6 +56,7 @@ class MBarrier:
         self.over = Knowledge({}, {})  # the same for all phases that have ended
         self.waited: set[int] = set()  # phases that somebody has waited for
         self.doubts: dict[int, tuple] = {}  # phases that an arrival might have counted for: what, where, who
+        self.users: Clock = {}  # the last arrival or wait of each partition
 
     @property
     def name(self) -> str:
@@ -115,7 +116,7 @@ class MBarrier:
         p = context.partition()
         self.check_visible(block)
         self.doubt(what, block)
-        block.tick()  # who knows of this arrival knows more than what came before it
+        self.users[block.me] = block.tick()  # who knows of this arrival knows more than what came before it
         self.arrived.learn(block)
         self.count_arrivals(n, what, p.label(block), context.site(), p.time)
 
@@ -220,6 +221,7 @@ def wait(barrier: MBarrier, parity: int, block: Block) -> None:
         program.spend(program.model.barrier, "barrier", barrier.name)
     else:
         program.wait_for(barrier, parity)
+    barrier.users[block.me] = block.tick()
     block.learn(barrier.over)
     barrier.waited.add(barrier.phase - 1)
     barrier.report_doubts()
@@ -299,6 +301,12 @@ def invalidate(mbarrier) -> None:
         if barrier.in_flight:
             copies = f"{len(barrier.in_flight)} copies will still report to {barrier.name}"
             report("barrier", f"mbarrier.invalidate: {copies}.")
+        clock = context.partition().blocks[barrier.block].clock
+        if any(clock.get(user, 0) < time for user, time in barrier.users.items()):
+            report(
+                "barrier",
+                f"mbarrier.invalidate: nothing puts it behind the last use of {barrier.name} by another partition.",
+            )
     del mbarrier.allocation.barriers[mbarrier.key[0]]
 
 

@@ -319,7 +319,7 @@ def device_descriptor(base, shape, strides, block_shape, layout, padding_option=
     sizes = [number(s, "shape") for s in shape]
     steps = [number(s, "strides") for s in strides]
     size = base.buffer.dtype.primitive_bitwidth // 8
-    if steps[-1] != 1 or any(s * size % 16 for s in steps[:-1]):
-        text = "the last must be 1 and the others multiples of 16 bytes"
+    if steps[-1] != 1 or any(s * size % 16 for s in (*steps[:-1], base.buffer.base + int(base.data))):
+        text = "the last must be 1, and the others and the place of the first element multiples of 16 bytes"
         refuse("layout", f"make_tensor_descriptor: strides {steps} of {base.buffer.dtype}; {text}.")
     return Descriptor(base.buffer, int(base.data), sizes, steps, block, constant(layout, "layout"), padding_option)

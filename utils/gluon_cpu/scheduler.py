@@ -47,7 +47,9 @@ class Partition:
         self.rate, self.special_rate = busy * model.lanes_per_warp, busy * model.special_per_warp  # results a cycle
         self.time = 0.0  # model cycles
         self.blocks = [Block(index, block) for block in range(num_ctas)]
-        self.blocked: tuple[MBarrier | _Join, int] | None = None  # barrier and parity it waits for
+        self.blocked: tuple[MBarrier | None, int] | None = (
+            None  # barrier and parity it waits for; None: the end of all others
+        )
         self.blocked_at: Site = NOWHERE
         self.finished = False
         self.baton = threading.Lock()
@@ -261,7 +263,7 @@ class Program:
             if p.blocked is None:
                 continue
             barrier, parity = p.blocked
-            if isinstance(barrier, _Join):
+            if barrier is None:
                 lines.append(f"{p.name} has done its part and waits for the other partitions to end")
                 continue
             waiting.append(p)
@@ -318,7 +320,7 @@ class Program:
         try:
             result = functions[0][1]()
             while not all(w.finished for w in workers):
-                main.blocked, main.blocked_at = (_Join(workers), 0), context.site()
+                main.blocked, main.blocked_at = (None, 0), context.site()
                 self.reschedule()
         except BaseException as error:
             raise self._abandon(workers, threads, error) from None
@@ -347,7 +349,7 @@ class Program:
                 self.abandoned = True
                 main.baton.release()
             return
-        if main.blocked is not None and isinstance(main.blocked[0], _Join) and main.blocked[0].is_over():
+        if main.blocked == (None, 0) and all(p.finished for p in self.partitions[1:]):
             main.blocked, main.time = None, max(main.time, worker.time)
         try:
             chosen = self._pick()
@@ -365,14 +367,3 @@ class Program:
                 worker.baton.release()
             thread.join(timeout=5)
         return cause
-
-
-class _Join:
-    """The end of all workers: the default partition waits for it after its own function."""
-
-    def __init__(self, workers: list[Partition]):
-        self.workers = workers
-
-    def is_over(self) -> bool:
-        """Return whether every worker has returned."""
-        return all(w.finished for w in self.workers)

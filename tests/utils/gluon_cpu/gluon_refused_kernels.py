@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from utils.attention.gluon.shared import thread_barrier
 from utils.machine.versions import adopt_newest_gluon_names
 
 adopt_newest_gluon_names()
@@ -22,6 +23,14 @@ def helper(x, SIZE: gl.constexpr):
 @gluon.jit
 def initialize(bar):
     mbarrier.init(bar, count=1)
+
+
+@gluon.jit
+def invalidate(bar):
+    for _ in range(99):  # late, but in no order
+        thread_barrier()
+    # found: barrier that another partition ends
+    mbarrier.invalidate(bar)
 
 
 @gluon.jit
@@ -153,6 +162,13 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
     if BUG == "fewer than none":
         # found: fewer than none
         tma.store_wait(-1)
+    if BUG == "base between 16 bytes":
+        # found: base between 16 bytes
+        desc = tma.make_tensor_descriptor(x_ptr + 2, [8, 16], [16, 1], [8, 16], gl.NVMMASharedLayout(32, 32, rank=2))
+    if BUG == "barrier that another partition ends":
+        bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(bar, count=1)
+        gl.warp_specialize([(arrive, (bar,)), (invalidate, (bar,))], [4], [24])
     if BUG == "barrier of another partition":
         bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         gl.warp_specialize([(initialize, (bar,)), (arrive, (bar,))], [4], [24])

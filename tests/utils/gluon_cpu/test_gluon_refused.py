@@ -37,6 +37,8 @@ REFUSED = {
     "no multiple": ("kernel", "65 is no multiple of 16"),
     "slots reshaped": ("layout", "take one of them by .index(i)"),
     "fewer than none": ("kernel", "got -1"),
+    "barrier that another partition ends": ("barrier", "nothing puts it behind the last use"),
+    "base between 16 bytes": ("layout", "multiples of 16 bytes"),
     "barrier of another partition": ("barrier", "initialize it before gl.warp_specialize"),
     "name of a constant in a loop": ("kernel", "`t` was a compile-time constant before this loop"),
     "layout without constexpr": ("kernel", "write `layout: gl.constexpr = ...`"),
