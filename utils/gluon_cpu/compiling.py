@@ -69,26 +69,15 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel to compile for sm_90a.
+    """A kernel to compile for sm_90a."""
 
-    Attributes:
-        source: the text of the file.
-        file: the file's name, for messages.
-        kernel: the name of the @gluon.jit function.
-        signature: {parameter: Triton's type}, without the constants.
-        constants: {parameter: value} of the gl.constexpr parameters.
-        aligned: parameters whose values are multiples of 16, as a launch tells the compiler.
-        num_warps: warps of the default partition.
-        capability: the compute capability to compile for.
-    """
-
-    source: str
-    file: str
-    kernel: str
-    signature: dict[str, str]
-    constants: dict[str, object]
-    aligned: list[str]
-    num_warps: int
+    source: str  # the text of the file
+    file: str  # the file's name, for messages
+    kernel: str  # the name of the @gluon.jit function
+    signature: dict[str, str]  # Triton's types of the parameters, without the constants
+    constants: dict[str, object]  # values of the gl.constexpr parameters
+    aligned: list[str]  # parameters whose values are multiples of 16, as a launch tells the compiler
+    num_warps: int  # of the default partition
     capability: int = offline.HOPPER
 
 
@@ -143,9 +132,8 @@ def _by_line(assembly: str, file: str, pattern: str) -> dict[str, list[str]]:
     line = ""
     for text in assembly.splitlines():
         if re.match(r"\s*\.loc\s", text):
-            places = [
-                (files.get(number, ""), at) for number, at in re.findall(r"(?:\.loc|inlined_at)\s+(\d+) (\d+)", text)
-            ]
+            numbers = re.findall(r"(?:\.loc|inlined_at)\s+(\d+) (\d+)", text)
+            places = [(files.get(number, ""), at) for number, at in numbers]
         elif "//## File" in text:
             places = re.findall(r'"([^"]*)", line (\d+)', text)
         else:

@@ -7,22 +7,13 @@ import torch
 from triton.experimental.gluon import language as gl
 
 # Triton's type, torch's, and the NumPy type that holds the values.
+_SAME_NAME = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
 _TYPES = (
     (gl.int1, torch.bool, np.bool_),
-    (gl.int8, torch.int8, np.int8),
-    (gl.int16, torch.int16, np.int16),
-    (gl.int32, torch.int32, np.int32),
-    (gl.int64, torch.int64, np.int64),
-    (gl.uint8, torch.uint8, np.uint8),
-    (gl.uint16, torch.uint16, np.uint16),
-    (gl.uint32, torch.uint32, np.uint32),
-    (gl.uint64, torch.uint64, np.uint64),
-    (gl.float16, torch.float16, np.float16),
+    *((getattr(gl, name), getattr(torch, name), getattr(np, name)) for name in _SAME_NAME),
     (gl.bfloat16, torch.bfloat16, np.float32),
     (gl.float8e4nv, torch.float8_e4m3fn, np.float32),
     (gl.float8e5, torch.float8_e5m2, np.float32),
-    (gl.float32, torch.float32, np.float32),
-    (gl.float64, torch.float64, np.float64),
 )
 NUMPY = {dtype.name: kind for dtype, _, kind in _TYPES}
 TORCH = {of_torch: dtype for dtype, of_torch, _ in _TYPES}

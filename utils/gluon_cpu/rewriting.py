@@ -13,14 +13,14 @@ from utils.machine import versions
 
 def rewrite_body(body: list[ast.stmt], names: dict, reader: type | None) -> list[ast.stmt]:
     """Return the statements of a kernel, rewritten. names: the values of its global names. reader: refuse what that cannot visit."""
-    return _Rewriter(names, reader).visit(ast.Module(body, [])).body
+    return _Rewriter(names, reader, _reads(body)).visit(ast.Module(body, [])).body
 
 
 class _Rewriter(ast.NodeTransformer):
     """Calls, assignments, loops and constexpr globals go through the functions of RUNTIME."""
 
-    def __init__(self, names: dict, reader: type | None):
-        self.names, self.reader = names, reader
+    def __init__(self, names: dict, reader: type | None, reads: list[ast.Name]):
+        self.names, self.reader, self.reads = names, reader, reads
         # Memory has the name that the kernel gives it, not that of a variable in one of Triton's own helpers.
         self.names_memory = not str(names.get("__name__", "")).startswith("triton.")
         self.loops = 0
@@ -85,7 +85,11 @@ class _Rewriter(ast.NodeTransformer):
     def visit_For(self, node):
         unrolled = isinstance(node, ast.For) and "static_range" in ast.unparse(node.iter)
         carried = [] if unrolled else _assigned(node.body)
-        followers = [] if unrolled else _followers(node)
+        apart = [_runtime_call("two_values", *map(_name, x), ast.Constant(x)) for x in _followers(node) if not unrolled]
+        for name in () if unrolled or isinstance(node, ast.While) else _only_bounds(node, self.reads):
+            text = f"Triton up to 3.7 never changes `{name}`, which this loop carries for the bounds of an inner loop alone. "
+            text += "Compute it from the loop's variable, or write the inner loop with while."
+            apart.append(_runtime_call("refuse", ast.Constant("kernel"), ast.Constant(text)))
         self.loops += 1
         state = f"__gluon_loop_{self.loops}"
         for statement in node.body if unrolled else ():
@@ -101,10 +105,7 @@ class _Rewriter(ast.NodeTransformer):
             turn = _runtime_call("turn", _name(state), _locals(), ast.Constant(tuple(carried)))
             node.body.insert(0, _at(ast.Expr(turn), node))
         after = _at(ast.Expr(_runtime_call("check_constants", _name(state), _locals())), node)
-        apart = [
-            _at(ast.Expr(_runtime_call("two_values", *map(_name, pair), ast.Constant(pair))), node)
-            for pair in followers
-        ]
+        apart = [_at(ast.Expr(call), node) for call in apart]
         begin = _at(ast.Assign([ast.Name(state, ast.Store())], before), node)
         if isinstance(node, ast.While):
             return [*apart, begin, node, after]
@@ -126,6 +127,28 @@ def _followers(loop: ast.For | ast.While) -> list[tuple[str, str]]:
                     found.append((y, x))
         seen.append(statement)
     return found
+
+
+def _only_bounds(loop: ast.For, reads: list[ast.Name]) -> set[str]:
+    """Names that a loop carries from turn to turn for nothing but the bounds of inner loops. reads: of all names of the kernel."""
+    nodes = [node for statement in loop.body for node in ast.walk(statement)]
+    bounds = [node.iter for node in nodes if isinstance(node, ast.For) and "static_range" not in ast.unparse(node.iter)]
+    changes = sorted((x for x in nodes if isinstance(x, ast.Assign | ast.AugAssign)), key=lambda x: -x.lineno)
+    moves = [node for node in changes if not any(isinstance(part, ast.Call) for part in ast.walk(node.value))]
+    apart = {id(name) for name in _reads([*bounds, *(move.value for move in moves)])}
+    used, bounding = {name.id for name in reads if id(name) not in apart}, {name.id for name in _reads(bounds)}
+    for move in moves * len(moves):  # what it reads is used for what its names are used for
+        for purpose in (used, bounding):
+            purpose |= {name.id for name in _reads([move.value])} if purpose & {*_assigned([move])} else set()
+    changed = {name: change.lineno for change in changes for name in _assigned([change])}  # the first line of each
+    added = {name for change in changes if isinstance(change, ast.AugAssign) for name in _assigned([change])}
+    carried = {name.id for name in reads if name.id in added or name.lineno <= changed.get(name.id, 0)}
+    return carried & bounding - used
+
+
+def _reads(parts: list) -> list[ast.Name]:
+    names = (node for part in parts for node in ast.walk(part) if isinstance(node, ast.Name))
+    return [name for name in names if isinstance(name.ctx, ast.Load)]
 
 
 def _assigned(body: list[ast.stmt]) -> list[str]:

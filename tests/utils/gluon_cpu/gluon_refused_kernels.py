@@ -133,6 +133,19 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
             gl.store(y_ptr + before, 1.0)
             before = place
             place += 1
+    if BUG == "only bounds":
+        count = n - 63
+        for k in range(2):  # a store reads this one, too
+            for i in range(count):
+                gl.store(y_ptr + i + k * count, 1.0)
+            count += 1
+        begin = n - 64
+        # found: only bounds
+        for _ in range(2):
+            first = begin + 1
+            for i in range(first, n):
+                gl.store(y_ptr + i, 1.0)
+            begin = 0
     if BUG == "variable behind its loop":
         for at in gl.static_range(2):  # this one stays what it was in the last turn
             gl.store(y_ptr + at, 1.0)

@@ -31,6 +31,7 @@ REFUSED = {
     "condition on a tensor": ("kernel", "scalar"),
     "endless loop": ("endless loop", "steps"),
     "two names for one value": ("kernel", "Write `before = place + 0` before the loop"),
+    "only bounds": ("kernel", "never changes `begin`"),
     "variable behind its loop": ("kernel", "`at` is the variable of a loop"),
     "step of the run": ("kernel", "step of -1"),
     "false promise": ("kernel", "the condition does not hold"),
