@@ -179,7 +179,7 @@ WRONG_ANSWERS = [
     *mistakes(
         "q3_3",
         ("cache of the prompt's length", ("prompt_len + new_tokens.shape[1])", "prompt_len)"), ("raised", "wrong in")),
-        ("positions from zero", ("torch.tensor([prompt_len + step]", "torch.tensor([step]"), "position 8"),
+        ("positions from zero", ("torch.tensor([prompt_len + step]", "torch.tensor([step]"), "position 9"),
         loses=("q3_3_decode_tests",),
     ),
     *mistakes(
@@ -279,6 +279,7 @@ WRONG_ANSWERS = [
         ("sum rescaled upside down", ("(m - new_m) + torch", "(new_m - m) + torch"), ("sum so far", "infinite", "NaN")),
         ("block against the old maximum", ("block - new_m[:, None]", "block - m[:, None]"), ("infinite", "sum so far")),
         ("m starts at zero", (".full_like(block[:, 0], -math.inf)", ".zeros_like(block[:, 0])"), "ALL blocks"),
+        ("l in float32", ("return m, l", "return m, l.float()"), "should have dtype torch.float64"),
         ("blocks kept in a list", ("    m = l = None\n", "    m = l = None\n    blocks = list(blocks)\n"), "NaN"),
     ),
     *mistakes(
@@ -387,6 +388,10 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
 -            mask=(rows[:, None] < M) & (ks[None, :] < K), other=0.0,
 +            mask=ks[None, :] < K, other=0.0,
 
+# %% q1_5: multiplied by tl.sum => by tl.dot
+-        accumulator = tl.dot(a_tile, b_tile, accumulator, input_precision="ieee")
++        accumulator += tl.sum(a_tile[:, :, None] * b_tile[None], 1)
+
 # %% q1_5: strides of a contiguous matrix => column-major | has two strides
 -            a_ptr + rows[:, None] * stride_am + ks[None, :] * stride_ak,
 +            a_ptr + rows[:, None] * stride_am + ks[None, :],
@@ -478,7 +483,11 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 -        position_ids = cache_positions.expand(batch, 1)
 +        position_ids = torch.tensor([prompt_len]).expand(batch, 1)
 
-# %% q3_3 loses q3_3_decode_tests: positions one too far => position 8 | raised
+# %% q3_3 loses q3_3_decode_tests: cache of the window => has room for 8
+-    cache = initialize_kv_cache(layer.config, prompt_len + new_tokens.shape[1])
++    cache = initialize_kv_cache(layer.config, layer.config.sliding_window)
+
+# %% q3_3 loses q3_3_decode_tests: positions one too far => position 9 | raised
 -    cache = initialize_kv_cache(layer.config, prompt_len + new_tokens.shape[1])
 +    cache = initialize_kv_cache(layer.config, prompt_len + new_tokens.shape[1] + 1)
 

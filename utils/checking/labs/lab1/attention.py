@@ -163,10 +163,10 @@ def expect_stats(online_softmax_stats, x: torch.Tensor, widths: list[int], name:
 
 @visible(**ONLINE)
 def check_online_softmax_stats(online_softmax_stats):
-    """Check two rows in four blocks, around three values."""
+    """Check two rows in four blocks, around three values, and in float64."""
     x = torch.tensor([[1.0, 3.0, 5.0, 2.0, 2.5, -1.0, 0.5, 4.0, 9.0], [7.0, 3.0, 1.0, 2.0, 0.0, -1.0, 0.5, 1.5, 2.0]])
-    for shift in (0.0, 1000.0, -1000.0):
-        expect_stats(online_softmax_stats, x + shift, [1, 2, 3, 3], f"the blocks with values around {shift:g}")
+    for rows, shift in ((x, 0.0), (x, 1000.0), (x.double(), -1000.0)):
+        expect_stats(online_softmax_stats, rows + shift, [1, 2, 3, 3], f"the blocks with values around {shift:g}")
 
 
 def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance: float = 1e-4) -> None:
