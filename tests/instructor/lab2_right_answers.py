@@ -146,6 +146,14 @@ def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128)
     blocks = create_block_mask(mask_mod, 1, 1, length, length, device, block_size)
     return functools.partial(_attend, attention, score_mod, blocks)
 
+# %% q3_2: rows of blocks counted one by one
+def document_blocks(length, span, block):
+    return sum(max(1, span // block) for _ in range(length // block))
+
+# %% q6_1: padding sees padding
+-        return k < end
++        return (k < end) == (q < end)
+
 # %% q6_1: padding by new tensors, the mask by token numbers
 def bucketed_attention(attend, q, k, v, buckets):
     size = q.shape[2]
@@ -320,20 +328,6 @@ def count_blocks(mask, block):
             else:
                 counts[1] += 1
     return counts
-
-# %% q3_1: counts through create_block_mask
-def count_blocks(mask, block):
-    s, l = mask.shape
-    rows, columns = -(-s // block), -(-l // block)
-    full = partial = 0
-    for i in range(rows):
-        for j in range(columns):
-            n = mask[i * block : (i + 1) * block, j * block : (j + 1) * block].sum().item()
-            if n == block**2:
-                full += 1
-            elif n > 0:
-                partial += 1
-    return (full, partial, rows * columns - full - partial)
 
 # %% q3_2: promises in floats, documents by the larger side
 def block_flops(counts, block, batch, heads, head_dim):

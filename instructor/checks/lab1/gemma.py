@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
-import torch
-
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_value
 from utils.checking import check
 from utils.checking.labs.lab1.gemma import expect_decoded, small_layer

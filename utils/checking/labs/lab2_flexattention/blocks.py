@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from utils.attention.masks import dense_mask
 from utils.checking import FUSED_ATTENTION, expect_close, expect_items, expect_number, expect_rounded_once, visible
-from utils.checking.masks import pairs
+from utils.checking.masks import expect_program, pairs
 from utils.checking.mistakes import name_mistakes
 
 PROMISES: dict[str, Any] = {
@@ -30,7 +30,7 @@ SKIPPING: dict[str, Any] = {
 }
 
 
-@visible("3.1", "Counting blocks")
+@visible("3.1", "Counting blocks", forbids=(), hint="count the pairs of each block")
 def check_count_blocks(count_blocks):
     causal, column = torch.ones(8, 4, dtype=torch.bool).tril(), torch.zeros(5, 7, dtype=torch.bool)
     column[:, 2] = True
@@ -229,6 +229,7 @@ def check_layout_mask(lay_out):
     for token, keys in own.items():
         right[token, [int(key) for key in keys + ("" if token in (2, 5, 7) else "257")]] = True
     if torch.equal(by_token, right):
+        expect_program(mod, 20, "the mask_mod of lay_out", 10, 10)
         return
     hints = {
         "This is the mask between tokens as they arrived; the rows are in the new order.": torch.equal(got, right),
