@@ -368,7 +368,7 @@ def _factor(value: float, expected: float, unit: str) -> str:
     """Say on which side of the right number a wrong one lies, and whether MACs, or a prefix of the unit, explain the distance."""
     ratio = value / expected if expected else 0.0
     if ratio <= 0:
-        return ""
+        return f" It is too {'large' if value > expected else 'small'}."
     counts = "FLOP" in unit or "MAC" in unit
     if counts and abs(2 * ratio - 1) < 2e-3:
         return " It is half of the right number: a multiply-accumulate (MAC) is one MAC, and two FLOPs."
