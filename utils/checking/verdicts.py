@@ -199,8 +199,10 @@ def check(
         @functools.wraps(function)
         def checked(*args: object, **kwargs: object) -> Verdict:
             given = signature.bind(*args, **kwargs)  # a wrong call of the check itself is not the student's mistake
-            if any(callable(value) and not is_answered(value) for value in given.arguments.values()):
-                return Verdict(question, False, f"{_label(question)} is not answered yet.")
+            answers = {name: is_answered(value) for name, value in given.arguments.items() if callable(value)}
+            if missing := [name for name, answered in answers.items() if not answered]:
+                what = missing[0] if len(missing) < len(answers) else _label(question)
+                return Verdict(question, False, f"{what} is not answered yet.")
             for name, value in given.arguments.items():
                 given.arguments[name] = Answer(value, rule) if callable(value) else value
             try:
