@@ -130,16 +130,6 @@ def split_kv_attention(q, k, v, splits):
         lse = both
     return out.to(q.dtype)
 
-# %% q3_3: integer arithmetic and a running best
-def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):
-    best, least = 1, math.inf
-    for n in range(1, most + 1):
-        part = -(-kv_len // n)
-        us = -(-programs * n // units) * -(-part // tile) * tile_us + (n > 1) * combine_us
-        if us < least - 1e-12:
-            best, least = n, us
-    return best
-
 # %% q4_1: a buffer with other strides
 def knocked_out_by_strides(x):
     wide = torch.zeros(*x.shape, 2, dtype=x.dtype, device=x.device)
