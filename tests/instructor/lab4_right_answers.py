@@ -463,7 +463,7 @@ def grid_answers(grid):
 # %% q3_3: whole numbers rounded up by floor division
 def decode_us(programs, kv_len, splits, units, tile, tile_us, combine_us):
     keys = -(-kv_len // splits)
-    time = -(-programs * splits // units) * -(-keys // tile) * tile_us
+    time = -(-programs * splits // units) * (-(-keys // tile) * tile_us)
     return time if splits == 1 else time + combine_us
 
 def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):
