@@ -146,7 +146,7 @@ def default_backend(default_backend, seed=None):
     draw = Draw(seed)
     for case in range(40):
         capability = draw.choice(((9, 0), (10, 0))) if case % 2 else _OTHER_CAPABILITIES[case // 2 % 6]
-        cudnn = (91501, 91600, 91900, 92001)[case // 4 % 4] if case % 4 < 2 else (90100, 91002, 91500)[case // 4 % 3]
+        cudnn = (91501, 91600, 91900, 92001)[case // 4 % 4] if case % 4 < 2 else (91500, 90100, 91002)[case // 4 % 3]
         refused = {name: ["no"] if draw.size(0, 2) == 0 else [] for name in _OPERATORS}
         if case < 4:
             refused = {name: [] for name in _OPERATORS}
