@@ -336,8 +336,8 @@ def expect_number(
     `mistakes` is {hint: the number, or numbers, that this mistake leads to}. With `tell` the message says the right number:
     that of a visible check would answer the question with it.
     """
-    if got is None or got is ...:
-        raise AssertionError(f"{what} is not answered yet: it is {got!r}.")
+    if got is None:
+        raise AssertionError(f"{what} is None: is a return missing?")
     if isinstance(got, torch.Tensor) and got.numel() == 1:
         got = got.item()
     if isinstance(got, bool) or not isinstance(got, numbers.Real):

@@ -280,7 +280,7 @@ def test_right_numbers_pass(got):
 
 
 def test_what_is_no_number():
-    assert "not answered yet" in number_complaint(None, 1)
+    assert "is a return missing" in number_complaint(None, 1)
     assert "should be a number in ms, and is '3' (str)" in number_complaint("3", 3, unit="ms")
     assert "should be a number" in number_complaint(True, 1)
     assert "finite" in number_complaint(float("nan"), 1)

@@ -20,7 +20,7 @@ from utils.checking.mistakes import name_mistakes
 def check_score_mods(soft_cap, alibi, in_turn):
     def at(mod, what, score=3.0, b=2, h=1, q=5, k=2):
         """What the modifier makes of one score, in one pair, asked as FlexAttention asks."""
-        return modified(lambda s, b, h, i, j: mod(s, b, h, i + q, j + k), torch.full((1, 1), score), what, b, h)
+        return modified(mod, torch.full((6, 6), score), what, b, h)[q, k]
 
     def double(score, b, h, q, k):
         return 2 * score
@@ -215,7 +215,8 @@ def expect_bucket(bucketed_attention, attend, calls: list[tuple], qkv: tuple, bu
         "Attention is not causal here.": F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
     hint = name_mistakes(got, expected, mistakes)
-    expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"{tokens} tokens in a bucket of {bucket}", hint=hint)
+    what = f"bucketed_attention of {tokens} tokens in a bucket of {bucket}"
+    expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
     return calls[0][1]
 
 
