@@ -281,6 +281,11 @@ WRONG_ANSWERS = [
         ("m starts at zero", (".full_like(block[:, 0], -math.inf)", ".zeros_like(block[:, 0])"), "ALL blocks"),
         ("l in float32", ("return m, l", "return m, l.float()"), "should have dtype torch.float64"),
         ("blocks kept in a list", ("    m = l = None\n", "    m = l = None\n    blocks = list(blocks)\n"), "NaN"),
+        (
+            "copies kept",
+            ("    m = l = None\n", "    m = l = None\n    blocks = [b.clone() for b in blocks]\n"),
+            "used again",
+        ),
     ),
     *mistakes(
         "q5_3",
