@@ -398,7 +398,7 @@ def measure_all(batch, heads, length, head_dim, causal) -> list[dict]:
     calls = {b: pinned(b, q, k, v, is_causal=causal) for b in running_backends(q, k, v, is_causal=causal)}
     timed, rows = time_in_turn(calls), []
     for backend, call in calls.items():
-        assert backends_in(operators_of(call)) == [backend], f"{backend} was pinned, and another one ran"
+        assert list(backends_in(operators_of(call))) == [backend], f"{backend} was pinned, and another one ran"
         _, added_gb = benchmark_memory(call, n_warmup=1, n_repeat=1)
         largest, rms = errors(call()[:1], q[:1], k[:1], v[:1], causal)
         ms = timed[backend].median_ms
