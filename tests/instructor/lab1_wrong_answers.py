@@ -48,6 +48,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q1_2",
+        ("columns' tile for rows", ("m_size, k_size", "tile_m = tile_n\n    m_size, k_size"), "tile sizes used"),
         ("added to memory that nothing was written to", ("c[rows, cols] =", "c[rows, cols] +="), _EVERY),
         ("accumulator in the inputs' dtype", ("torch.float32, device", "a.dtype, device"), "the accumulator"),
         ("products in the inputs' dtype", ("].float()", "]"), "the product of two elements"),
@@ -106,6 +107,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "bonus_1_6",
+        ("k for a side of the tile", ("math.ceil(n / tile_n)", "math.ceil(n / k)"), ("too small", "is not")),
         ("C left out", ("+ tile_rows * k * n + m * n)", "+ tile_rows * k * n)"), "C is written"),
         ("fp32 bytes", ("tile_rows * k * n + m * n) * dtype.itemsize", "tile_rows * k * n + m * n) * 4"), _DTYPE),
         ("one tile too large", ("    return t\n", "    return t + 1\n"), "does not fit"),

@@ -26,6 +26,11 @@ WRONG_ANSWERS = [
     *mistakes(
         "q1_2",
         (
+            "keys for values",
+            ("product_attention(q, k, v,", "product_attention(q, k, k,"),
+            ("flash runs", "torch refuses"),
+        ),
+        (
             "the caller's warning filter kept",
             (('warnings.simplefilter("always")', "pass"), (" or [first_line]", "")),
             "open your own filter",
@@ -42,6 +47,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q1_3",
+        ("keys and values exchanged", ("product_attention(q, k, v,", "product_attention(q, v, k,"), "is wrong in"),
         (
             "the inputs copied on the sly",
             ("    with sdpa", "    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()\n    with sdpa"),
