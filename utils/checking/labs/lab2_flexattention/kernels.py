@@ -45,8 +45,8 @@ def check_score_mods(soft_cap, alibi, in_turn):
         (lambda: alibi(slopes), {"q": 2, "k": 5}, 4.5, "alibi of a score of 3 in head 1, query 2, key 5 (q - k = -3),", {
             "The distance is q - k, and negative for keys after the query.": 1.5,
         }),
-        (lambda: in_turn(lambda s, b, h, q, k: s + 10 * h + b + q - k + 1, double, soft_cap(50.0)), {"q": 4, "k": 5}, 26.8525,
-         "in_turn(add 10 h + b + q - k + 1, double, soft_cap(50)) of a score of 3, sequence 2, head 1, query 4, key 5,", {
+        (lambda: in_turn(lambda s, b, h, q, k: s + 10 * h + b + 2 * (q - k + 1), double, soft_cap(50.0)), {"q": 4, "k": 5}, 26.8525,
+         "in_turn(add 10 h + b + 2 (q - k + 1), double, soft_cap(50)) of a score of 3, sequence 2, head 1, query 4, key 5,", {
             "They run from the last to the first here.": 17.9928,
             "Only the first modifier runs.": 15.0,
             "Each modifier gets what the one before it returned.": 2.99641,
