@@ -17,10 +17,10 @@
 #
 # ![One token through one layer of Gemma-3 on an H200, on a logarithmic axis: 1,608 µs launched kernel by kernel, 168 µs in a CUDA graph, 158 µs with a better attention kernel, and a floor of 2.4 µs](assets/lab1_decode_step.svg)
 #
-# An H200 can do 989 trillion bf16 operations a second. While a layer of Gemma-3 adds one word to a long reply,
-# it does less than one hundredth of a percent of that. Nothing is broken. The chip is waiting: for memory, and for
-# the program that feeds it. Memory alone would allow three to four hundred times as much. (Long is 8,192 tokens here; the
-# picture shows a token after 512.)
+# An H200 can do 989 trillion bf16 operations a second. While a layer of Gemma-3 adds one word to a long reply, it does
+# less than one hundredth of a percent of that. The chip is waiting: for memory, and for the program that feeds it.
+# Memory alone would allow three to four hundred times as much. (Long is 8,192 tokens here; the picture shows a token
+# after 512.)
 #
 # In this lab you find out who makes it wait, by formulas, measurements and kernels of your own. You need Python and
 # PyTorch tensors, but no GPU.
@@ -110,9 +110,9 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # - **Solve it the ordinary way, and you will never meet a rule.** What a check counts is folded below its question, and hints
 #   below that.
 #
-# The lab has two halves, a weekend each: Parts 1 to 3 count and predict, Parts 4 and 5 make things fast. About five hours a
-# half, and one more for its bonus questions. On a GPU it uses real sizes and 16-bit numbers, on a CPU small sizes and 32-bit
-# numbers; what an H200 did is drawn beside your own.
+# The lab has two halves of about five hours, and one more for bonus questions: Parts 1 to 3 count and predict, Parts 4
+# and 5 make things fast. On a GPU it uses real sizes and 16-bit numbers, on a CPU small sizes and 32-bit numbers; what
+# an H200 did is drawn beside your own.
 #
 # <details><summary>What you will be able to do, and the points</summary>
 #
@@ -140,9 +140,9 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 #
 # ![A GPU: the CPU puts kernels into a queue; the GPU deals their thread blocks to its SMs, which share an L2 cache and the HBM](assets/gpu_in_ten_minutes.svg)
 #
-# **A kernel** is a function that runs on the GPU, once for each of very many pieces of data. `torch.relu(x)` runs one. The CPU
-# **launches** it: it puts the kernel into a queue, called a **stream**, and goes on without waiting. So two clocks run: the
-# CPU's, which launches, and the GPU's, which works. The pretend GPU worked like this, too.
+# **A kernel** is a function that runs on the GPU, once for each of very many pieces of data. `torch.relu(x)` runs one.
+# The CPU **launches** it: it puts the kernel into a queue, called a **stream**, and goes on without waiting. So two
+# clocks run: the CPU's, which launches, and the GPU's, which works.
 #
 # **A streaming multiprocessor (SM)** is the part that computes; an H200 has 132 of them. A kernel is cut into **thread blocks**
 # (Triton says *programs*), each is given to one SM, and stays there. **Tensor cores** are the units of an SM that multiply
@@ -391,10 +391,10 @@ plot_gemm_torch_matmul_latency(matmul_sizes, taken_ms["gemm_tiled"], taken_ms["t
 plt.show()
 
 # %% [markdown]
-# The naive version spends its time on Python, which asks for one number at a time. The tiled version hands over whole tiles
-# and gains a factor of ten thousand or more, but each outer product is its own operation: its result goes out to memory, and
-# comes back to be added. The library does the same arithmetic in **one** kernel whose accumulator stays in registers. That is worth
-# writing once yourself.
+# The naive version spends its time on Python, which asks for one number at a time. The tiled version hands over whole
+# tiles and gains a factor of ten thousand or more, but each outer product is its own operation: its result goes out to
+# memory, and comes back to be added. The library does the same arithmetic in **one** kernel whose accumulator stays in
+# registers.
 
 # %% [markdown]
 # ## Triton
@@ -560,8 +560,8 @@ plot_lines({f"tiled GEMM, n = {n}, bf16": [reached[t] for t in tiles]}, tiles, "
 # %% [markdown]
 # ### Question 2.1: Arithmetic intensity {points}
 #
-# Write the intensity of GEMM and of GEMV, in FLOPs/Byte. It pays to write the counts out again instead of calling your
-# functions: you see what cancels, and a slip in Question 1.4 cannot follow you here.
+# Write the intensity of GEMM and of GEMV, in FLOPs/Byte. Spell the counts out instead of calling your functions:
+# you see what cancels.
 #
 # {hint plan} Write the FLOPs above and the bytes below the line, with `dtype.itemsize`. Try it on paper for $M = N = K$.
 # {hint line} Three matrices below the line, and FLOPs, not MACs, above it.
@@ -663,8 +663,8 @@ plt.show()
 # %% [markdown]
 # ### Question 2.3: From milliseconds to the roof {points}
 #
-# The picture so far is a promise. To put a *measured* point on it, you need the speed that was reached. And to choose
-# sizes worth measuring, you need the size at which GEMM changes sides.
+# A *measured* point needs the speed that was reached, and sizes worth measuring lie around the one at which GEMM
+# changes sides.
 #
 # 1. `achieved_tflops`: FLOPs and a latency in **ms** give TFLOP/s.
 # 2. `smallest_compute_bound_gemm`: the smallest integer $n$ for which an $n \times n \times n$ GEMM reaches the ridge
@@ -778,7 +778,7 @@ for place, name in ((0, "smallest gemm"), (2, "largest gemm"), (3, "small gemv")
 # %% [markdown]
 # # Part 3: Case study, a Gemma-3 decoder layer
 #
-# Now a real network. Gemma-3-270m is a stack of 18 decoder layers. Each is attention, then an MLP, with norms around them.
+# Gemma-3-270m is a stack of 18 decoder layers. Each is attention, then an MLP, with norms around them.
 #
 # ![A Gemma-3 decoder layer: norm, attention with four query heads and one key-value head, norm, gated MLP](assets/decoder_layer.svg)
 #
@@ -790,8 +790,7 @@ for place, name in ((0, "smallest gemm"), (2, "largest gemm"), (3, "small gemv")
 # ![The KV cache: prefill fills it with one entry per prompt token, each decode step adds one and reads all, or the last ones of a sliding window](assets/kv_cache.svg)
 #
 # Two details of Gemma-3 matter for the counts:
-# - **Grouped-query attention (GQA).** There are 4 query heads, but only 1 head of keys and values. All four share it. One
-#   shared head is the extreme case, which is also called multi-query attention.
+# - **Grouped-query attention (GQA).** There are 4 query heads, and 1 head of keys and values, which all four share.
 # - **Sliding window.** In five of six layers a token attends to the last 512 positions only, itself included. Every
 #   sixth layer attends to everything.
 
@@ -933,8 +932,7 @@ on_the_ridge(flops / n_bytes, get_ridge_point("H200", "bf16"))
 # %% [markdown]
 # ## Ask PyTorch
 #
-# Never trust a count that nothing has checked. PyTorch counts too: `FlopCounterMode` watches the operators that run, and adds up
-# the FLOPs of the matrix products.
+# PyTorch counts, too: `FlopCounterMode` watches the operators that run, and adds up the FLOPs of the matrix products.
 #
 # **Before you run.** Prefill of 2 texts of 640 tokens. How many times your FLOPs will PyTorch count for eager attention, and how many
 # times for SDPA?
@@ -1161,9 +1159,9 @@ def break_even_batch(length: int, config, weight_bytes: float = 2, cache_bytes: 
 ### TESTS bonus_3_5_tests, 5 points: check_decode_floor(decode_floor_ms, break_even_batch)
 
 # %% [markdown]
-# The layers are not everything. To choose a word, each step multiplies its last hidden state by the output head: one row of 640
-# numbers for each of the 262,144 words that Gemma-3 knows. That is 63% of the weights that a step reads. On an H200, at batch 1 and
-# 512 tokens, your floor of 0.044 ms for the layers becomes 0.114 ms.
+# To choose a word, each step also multiplies its last hidden state by the output head: one row of 640 numbers for each
+# of the 262,144 words that Gemma-3 knows. That is 63% of the weights that a step reads. On an H200, at batch 1 and 512
+# tokens, your floor of 0.044 ms for the layers becomes 0.114 ms.
 
 # %% [markdown]
 # # Half time
@@ -1418,9 +1416,9 @@ scoreboard(eager=eager_time_us(93, 17, 1.8), graph=graph_time_us(93, 17, 1.8))  
 # %% [markdown]
 # Your model and the record agree within ten percent: the step waits for launches, and the graph takes them away.
 #
-# Now the real thing: **capture a graph yourself.** On a GPU, fill in the three lines of `captured` below (ungraded). While a graph is
-# captured, kernels are recorded, not run; afterwards `replay()` launches all of them at once, on the same tensors. A CPU operator is
-# a function call and has no launch to save: there the cell shows what was recorded on an H200.
+# **Capture a graph yourself.** On a GPU, fill in the three lines of `captured` below (ungraded). While a graph is
+# captured, kernels are recorded, not run; afterwards `replay()` launches all of them at once, on the same tensors. A
+# CPU operator is a function call and has no launch to save: there the cell shows what was recorded on an H200.
 
 # %%
 def captured(step):
@@ -1761,9 +1759,8 @@ plot_flash_versions(flash_table, tuple(versions))
 # %% [markdown]
 # ## When is the memory in use?
 #
-# Nothing here is graded. One number, the highest point, says *how much* memory a call needs. All allocations and releases
-# together say *which line* needs it. The next cell draws what each of the three calls holds from its start to its end, beyond its
-# inputs.
+# The highest point says *how much* memory a call needs, and all allocations and releases say *which line* needs it. The
+# next cell draws what each of the three calls holds beyond its inputs.
 #
 # **Before you run.** How many score matrices does your `standard_attention` hold at its highest point? One, two or three? Look at your
 # three lines: a tensor lives as long as a name, or an expression that is under way, refers to it.

@@ -31,9 +31,8 @@
 # can write masks and score modifiers, find your own line of Python in a generated kernel and keep it compiled, and design a
 # mask together with the order of the tokens.
 #
-# You need lab 1 (the roofline, FLOPs and bytes) and PyTorch tensors. Plan six hours, one more for the bonus (an estimate).
-# Parts 1 to 4 make a first evening, and end with a picture of all that you have built. The lab gives {points:regular}
-# points, and {points:bonus} bonus points.
+# You need lab 1 (the roofline, FLOPs and bytes) and PyTorch tensors. Plan six hours, one more for the bonus (an
+# estimate). Parts 1 to 4 make a first evening. The lab gives {points:regular} points, and {points:bonus} bonus points.
 #
 # {points:table}
 #
@@ -41,9 +40,7 @@
 # <details>
 # <summary>How to work, and what to read</summary>
 #
-# Everything goes as in lab 1: run the cells in order, answer where it says `# YOUR CODE HERE`, write a guess where it says *Before
-# you run*. What a check counts is folded below its question, and so are hints. Folded cells are experiments: run them, open them if
-# you are curious.
+# Everything goes as in lab 1. Folded cells are experiments: run them, open them if you are curious.
 #
 # The lab runs with and without a GPU, at sizes made for each. On a GPU, FlexAttention generates Triton, on a CPU C++, and
 # the same masks skip the same blocks.
@@ -584,8 +581,8 @@ def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
 ### TESTS q3_3_tests, 9 points: check_block_sparse_attention(block_sparse_attention)
 
 # %% [markdown]
-# That is the algorithm of FlexAttention's kernel. The compiled one starts a program for each row of blocks. As many run at
-# the same time as the chip has room for, and the rest wait. It uses online softmax instead of keeping a row of scores.
+# That is the algorithm of FlexAttention's kernel. The compiled one starts a program for each row of blocks. It uses
+# online softmax instead of keeping a row of scores.
 
 # %% [markdown]
 # # Part 4: Score modifiers

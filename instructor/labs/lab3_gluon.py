@@ -115,7 +115,7 @@ def registers_per_thread(keys: int, d: int) -> float:
 # - An exercise from 2.2 on is a file: running its cell writes it. The cell below it simulates your kernel, compares the
 #   result, and compiles it for a Hopper GPU. With a Hopper GPU it runs there, too.
 # - **Read a report to the end.** Its line numbers count from the file's first line, one less than the cell's.
-# - **Predict first**: write your guess where it says `guesses[...] = None`. A wrong guess teaches more than a right one.
+# - **Predict first**: write your guess where it says `guesses[...] = None`.
 # - Solve each question the ordinary way, and you will never meet a rule.
 #
 # <details>
@@ -899,9 +899,9 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 # %% [markdown]
 # # Part 5: Flash attention
 #
-# Now the pieces come together. For each block of keys: $S = QK^\top$ by `wgmma`, the online softmax on the accumulator, and
-# $O = O\alpha + PV$ by a second `wgmma`. Its left operand $P$ comes straight from registers: `gl.convert_layout(p, left)`
-# costs nothing, since both layouts put the same elements into the same threads (the picture in Part 4).
+# For each block of keys: $S = QK^\top$ by `wgmma`, the online softmax on the accumulator, and $O = O\alpha + PV$ by a
+# second `wgmma`. Its left operand $P$ comes straight from registers: `gl.convert_layout(p, left)` costs nothing, since
+# both layouts put the same elements into the same threads (the picture in Part 4).
 #
 # The softmax in base 2 saves a multiplication: with $c = \text{scale} \cdot \log_2 e$ the weights are $2^{c\,(s - m)}$, in
 # code `p = gl.exp2(s * c - m * c)`: one multiply-add and one `exp2` for each score.

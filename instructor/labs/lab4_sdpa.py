@@ -49,8 +49,8 @@ print(f"{'GPU' if on_gpu else 'CPU'}, PyTorch {torch.__version__}, times in {dty
 # %% [markdown]
 # ### Question 1.1: Which backend ran? {points}
 #
-# Do not ask what was requested. Look at what ran. Torch's profiler records every operator of a call, and each backend leaves
-# one operator that no other leaves. `BACKEND_OF` says which.
+# Look at what ran, not at what was requested. Torch's profiler records every operator of a call, and each backend
+# leaves one operator that no other leaves. `BACKEND_OF` says which.
 #
 # Write `backends_in`: from a list of operators, the backends that ran, one for each call of attention, in their order. Only
 # forward calls count. A list without attention gives `[]`.
@@ -78,9 +78,8 @@ def backends_in(operators: list[str]) -> list[str]:
 #
 # ## How to work
 #
-# Run all cells in order. Where it says *Before you run*, write your guess into the line `guesses[...] = None` of the next cell:
-# the measured value is printed beside it, and the notebook counts you against the machine. Solve a question the ordinary way, and
-# you will never meet a rule of the check.
+# Everything goes as in lab 1: run the cells in order, and write a guess into the line `guesses[...] = None` before you
+# run one.
 #
 # <details>
 # <summary>What the lab holds, and its {points:regular} points</summary>
@@ -99,10 +98,9 @@ def backends_in(operators: list[str]) -> list[str]:
 # Bonus questions give {points:bonus} points more. You need lab 1 (FLOPs, bytes, the roofline), tensors of PyTorch and a
 # little pandas. Plan six hours, two more for the bonus (an estimate).
 #
-# Hints are folded: the idea, the plan, the line that people miss. The check below an answer names the mistakes
-# that it knows; its code is in `utils/checking/labs/lab4_sdpa`. Grading asks the same on other shapes, dtypes and options. All
-# checks use CPU tensors. A CPU has two of the four backends, math and flash; what was recorded on an H200 is drawn beside what
-# you measure.
+# The code of the checks is in `utils/checking/labs/lab4_sdpa`. Grading asks the same on other shapes, dtypes and
+# options. All checks use CPU tensors. A CPU has two of the four backends, math and flash; what was recorded on an H200
+# is drawn beside what you measure.
 #
 # </details>
 
@@ -400,7 +398,7 @@ def measure_all(batch, heads, length, head_dim, causal) -> list[dict]:
     calls = {b: pinned(b, q, k, v, is_causal=causal) for b in running_backends(q, k, v, is_causal=causal)}
     timed, rows = time_in_turn(calls), []
     for backend, call in calls.items():
-        assert backends_in(operators_of(call)) == [backend], f"{backend} was pinned, and another one ran"
+        assert list(backends_in(operators_of(call))) == [backend], f"{backend} was pinned, and another one ran"
         _, added_gb = benchmark_memory(call, n_warmup=1, n_repeat=1)
         largest, rms = errors(call()[:1], q[:1], k[:1], v[:1], causal)
         ms = timed[backend].median_ms

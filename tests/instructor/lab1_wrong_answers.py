@@ -48,6 +48,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q1_2",
+        ("columns' tile for rows", ("m_size, k_size", "tile_m = tile_n\n    m_size, k_size"), "tile sizes used"),
         ("added to memory that nothing was written to", ("c[rows, cols] =", "c[rows, cols] +="), _EVERY),
         ("accumulator in the inputs' dtype", ("torch.float32, device", "a.dtype, device"), "the accumulator"),
         ("products in the inputs' dtype", ("].float()", "]"), "the product of two elements"),
@@ -106,6 +107,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "bonus_1_6",
+        ("k for a side of the tile", ("math.ceil(n / tile_n)", "math.ceil(n / k)"), ("too small", "is not")),
         ("C left out", ("+ tile_rows * k * n + m * n)", "+ tile_rows * k * n)"), "C is written"),
         ("fp32 bytes", ("tile_rows * k * n + m * n) * dtype.itemsize", "tile_rows * k * n + m * n) * 4"), _DTYPE),
         ("one tile too large", ("    return t\n", "    return t + 1\n"), "does not fit"),
@@ -179,7 +181,7 @@ WRONG_ANSWERS = [
     *mistakes(
         "q3_3",
         ("cache of the prompt's length", ("prompt_len + new_tokens.shape[1])", "prompt_len)"), ("raised", "wrong in")),
-        ("positions from zero", ("torch.tensor([prompt_len + step]", "torch.tensor([step]"), "position 8"),
+        ("positions from zero", ("torch.tensor([prompt_len + step]", "torch.tensor([step]"), "position 9"),
         loses=("q3_3_decode_tests",),
     ),
     *mistakes(
@@ -279,7 +281,13 @@ WRONG_ANSWERS = [
         ("sum rescaled upside down", ("(m - new_m) + torch", "(new_m - m) + torch"), ("sum so far", "infinite", "NaN")),
         ("block against the old maximum", ("block - new_m[:, None]", "block - m[:, None]"), ("infinite", "sum so far")),
         ("m starts at zero", (".full_like(block[:, 0], -math.inf)", ".zeros_like(block[:, 0])"), "ALL blocks"),
+        ("l in float32", ("return m, l", "return m, l.float()"), "should have dtype torch.float64"),
         ("blocks kept in a list", ("    m = l = None\n", "    m = l = None\n    blocks = list(blocks)\n"), "NaN"),
+        (
+            "copies kept",
+            ("    m = l = None\n", "    m = l = None\n    blocks = [b.clone() for b in blocks]\n"),
+            "used again",
+        ),
     ),
     *mistakes(
         "q5_3",
@@ -387,6 +395,10 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
 -            mask=(rows[:, None] < M) & (ks[None, :] < K), other=0.0,
 +            mask=ks[None, :] < K, other=0.0,
 
+# %% q1_5: multiplied by tl.sum => by tl.dot
+-        accumulator = tl.dot(a_tile, b_tile, accumulator, input_precision="ieee")
++        accumulator += tl.sum(a_tile[:, :, None] * b_tile[None], 1)
+
 # %% q1_5: strides of a contiguous matrix => column-major | has two strides
 -            a_ptr + rows[:, None] * stride_am + ks[None, :] * stride_ak,
 +            a_ptr + rows[:, None] * stride_am + ks[None, :],
@@ -478,7 +490,11 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 -        position_ids = cache_positions.expand(batch, 1)
 +        position_ids = torch.tensor([prompt_len]).expand(batch, 1)
 
-# %% q3_3 loses q3_3_decode_tests: positions one too far => position 8 | raised
+# %% q3_3 loses q3_3_decode_tests: cache of the window => has room for 8
+-    cache = initialize_kv_cache(layer.config, prompt_len + new_tokens.shape[1])
++    cache = initialize_kv_cache(layer.config, layer.config.sliding_window)
+
+# %% q3_3 loses q3_3_decode_tests: positions one too far => position 9 | raised
 -    cache = initialize_kv_cache(layer.config, prompt_len + new_tokens.shape[1])
 +    cache = initialize_kv_cache(layer.config, prompt_len + new_tokens.shape[1] + 1)
 

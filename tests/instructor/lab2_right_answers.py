@@ -146,6 +146,14 @@ def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128)
     blocks = create_block_mask(mask_mod, 1, 1, length, length, device, block_size)
     return functools.partial(_attend, attention, score_mod, blocks)
 
+# %% q3_2: rows of blocks counted one by one
+def document_blocks(length, span, block):
+    return sum(max(1, span // block) for _ in range(length // block))
+
+# %% q6_1: padding sees padding
+-        return k < end
++        return (k < end) == (q < end)
+
 # %% q6_1: padding by new tensors, the mask by token numbers
 def bucketed_attention(attend, q, k, v, buckets):
     size = q.shape[2]
@@ -321,20 +329,6 @@ def count_blocks(mask, block):
                 counts[1] += 1
     return counts
 
-# %% q3_1: counts through create_block_mask
-def count_blocks(mask, block):
-    s, l = mask.shape
-    rows, columns = -(-s // block), -(-l // block)
-    full = partial = 0
-    for i in range(rows):
-        for j in range(columns):
-            n = mask[i * block : (i + 1) * block, j * block : (j + 1) * block].sum().item()
-            if n == block**2:
-                full += 1
-            elif n > 0:
-                partial += 1
-    return (full, partial, rows * columns - full - partial)
-
 # %% q3_2: promises in floats, documents by the larger side
 def block_flops(counts, block, batch, heads, head_dim):
     full, partial, empty = counts
@@ -371,29 +365,6 @@ def block_sparse_attention(q, k, v, block_mask):
         out.append(torch.einsum("bhqk,bhkd->bhqd", p, v[:, :, keys].to(wide)).to(q.dtype))
     return torch.cat(out, dim=2)
 
-# %% q3_3: running sums without a maximum of minus infinity
-def block_sparse_attention(q, k, v, block_mask):
-    bq, bk = block_mask.BLOCK_SIZE
-    out = torch.zeros(q.shape, dtype=torch.float32)
-    for i in range(q.size(2) // bq):
-        qi = q[:, :, i * bq : (i + 1) * bq].float()
-        top = torch.full(qi.shape[:3], -1e20)
-        total, acc = torch.zeros(qi.shape[:3]), torch.zeros_like(qi)
-        visits = [(int(j), True) for j in block_mask.kv_indices[0, 0, i][: block_mask.kv_num_blocks[0, 0, i]]]
-        visits += [(int(j), False) for j in block_mask.full_kv_indices[0, 0, i][: block_mask.full_kv_num_blocks[0, 0, i]]]
-        for j, partial in sorted(visits):
-            s = qi @ k[:, :, j * bk : (j + 1) * bk].float().transpose(-1, -2) / math.sqrt(q.size(-1))
-            if partial:
-                zero = torch.tensor(0)
-                ok = block_mask.mask_mod(zero, zero, torch.arange(i * bq, i * bq + bq)[:, None], torch.arange(j * bk, j * bk + bk)[None])
-                s = torch.where(ok, s, -1e20)
-            new = torch.maximum(top, s.amax(-1))
-            p = torch.exp(s - new[..., None]) * (s > -1e19)
-            scale = torch.exp(top - new)
-            total, acc, top = total * scale + p.sum(-1), acc * scale[..., None] + p @ v[:, :, j * bk : (j + 1) * bk].float(), new
-        out[:, :, i * bq : (i + 1) * bq] = acc / total.clamp(min=1e-20)[..., None]
-    return out.to(q.dtype)
-
 # %% q4_1: modifiers as classes and a reduce
 class soft_cap:
     def __init__(self, cap):
@@ -428,18 +399,6 @@ class prepare_flex:
         return self.attention(query=q, key=k, value=v, score_mod=self.score_mod, block_mask=self.block_mask,
                               enable_gqa=k.size(1) < q.size(1))
 
-# %% q6_1: buckets by bisect, new_zeros
-def bucketed_attention(attend, q, k, v, buckets):
-    import bisect
-    ordered = sorted(buckets)
-    place = bisect.bisect_left(ordered, q.shape[-2])
-    if place == len(ordered):
-        raise ValueError("no bucket is large enough")
-    missing = ordered[place] - q.shape[-2]
-    padded = [torch.cat([t, t.new_zeros(t.shape[0], t.shape[1], missing, t.shape[3])], dim=-2) for t in (q, k, v)]
-    count = torch.full((), q.shape[-2], device=q.device)
-    return attend(padded[0], padded[1], padded[2], lambda b, h, q, k: torch.lt(k, count)).narrow(2, 0, q.shape[-2])
-
 # %% q7_1: a sort key of floats, lookup tables
 def lay_out(conversation, position, window):
     key = conversation.double() + position.double() / (position.max().item() + 1)
@@ -451,10 +410,6 @@ def lay_out(conversation, position, window):
         own = (cq == ck) & (ck != 0) & (pk <= pq) & (pq - pk < window)
         return instruction | own
     return order, mask_mod
-
-# %% bonus_8_1: positions as a shifted query
-def at_positions(mask_mod, positions):
-    return lambda b, h, q_idx, kv_idx: mask_mod(b, h, torch.add(q_idx, positions[b.long()]), kv_idx)
 
 # %% bonus_8_2: pages by divmod of tensors
 def paged_mask(mask_mod, owner, number, page_size):

@@ -137,6 +137,7 @@ WRONG_ANSWERS = [
         ("NaN where nothing is seen", (".nan_to_num(0.0)", ""), "NaN"),
         ("zeros instead of blocks", ("return output", "return torch.zeros_like(q)"), "Every element is zero"),
         ("heads swapped in blocks", ("return output", "return output.flip(1)"), "heads are in another order"),
+        ("a row without blocks", ("if scores:", "if True:"), "non-empty"),
         ("blocks not scaled", (_SCALE, ""), "sqrt(D)"),
         ("result in fp32", ("return output", "return output.float()"), "dtype"),
     ),
@@ -151,6 +152,7 @@ WRONG_ANSWERS = [
         ("slope by sequence", ("slopes[h]", "slopes[b]"), "b is the sequence"),
         ("ALiBi of the absolute distance", ("* (q - k)\n", "* (q - k).abs()\n"), "negative for keys after"),
         ("the score lost", ("return score - slopes", "return -slopes"), ("itself is lost", "is lost")),
+        ("q and k exchanged", ("= mod(score, b, h, q, k)", "= mod(score, b, h, k, q)"), "in_turn"),
         ("last one first", ("mod in score_mods", "mod in reversed(score_mods)"), "last to the first"),
         ("only the first modifier", ("mod in score_mods", "mod in score_mods[:1]"), "first modifier"),
     ),
@@ -184,6 +186,11 @@ WRONG_ANSWERS = [
         "q6_1",
         ("the length as a Python number", ("torch.tensor(tokens, device=q.device)", "tokens"), "Capture a tensor"),
         ("padding seen", ("return k < end", "return k >= 0"), "Padded keys"),
+        (
+            "two masks",
+            ("padding), mask_mod)", "padding), mask_mod if padding[3] else lambda b, h, q, k: k >= 0)"),
+            "kernels",
+        ),
         ("causal buckets", ("return k < end", "return (k < end) & (k <= q)"), "not causal"),
         ("result still padded", ("[:, :, :tokens]", ""), "shape"),
         ("largest bucket", ("min(large_enough)", "max(large_enough)"), "smallest"),
@@ -210,6 +217,7 @@ WRONG_ANSWERS = [
         ("keys moved as well", ("b], k", "b], k + positions[b]"), ("keys are moved as well", "Only the queries move")),
         ("queries not moved", ("q + positions[b]", "q"), "not moved"),
         ("b and h of a decode mask lost", ("mask_mod(b, h,", "mask_mod(0, 0,"), "Pass b and h"),
+        ("positions of Python", ("+ positions[b]", "+ torch.tensor(positions.tolist())[b]"), "constants"),
     ),
     *mistakes(
         "bonus_8_2",
@@ -229,6 +237,14 @@ def masked_attention(q, k, v, mask):
 -    return k <= q
 +    return (torch.arange(256)[:, None] >= torch.arange(256))[q, k]
 
+# %% q2_1: a walk through the window => no tensor of pairs
+-        return (k <= q) & (k > q - window)
++        return (q - torch.arange(window) == k).any()
+
+# %% q2_2: an assert for the ValueError => raise a ValueError
+-        raise ValueError(f"documents of {sum(lengths)} tokens do not fit into {size}")
++        assert False
+
 # %% q2_2: all pairs of numbers compared => no tensor of pairs
 -        return (numbers[b, q] == numbers[b, k]) & (numbers[b, q] >= 0) & (q >= k)
 +        return (numbers[:, :, None] == numbers[:, None, :])[b, q, k] & (numbers[b, q] >= 0) & (q >= k)
@@ -244,6 +260,16 @@ def both(*mods):
 # %% q2_3 loses q2_3_heads_tests: sinks not causal => Sinks are causal
 -        return (k <= q) & ((k > q - window) | (k < sinks))
 +        return ((k <= q) & (k > q - window)) | (k < sinks)
+
+# %% q2_3 loses q2_3_heads_tests: a walk through the sinks => no tensor of pairs
+-        return (k <= q) & ((k > q - window) | (k < sinks))
++        return (k <= q) & ((k > q - window) | (torch.arange(sinks) == k).any())
+
+# %% q3_1: by create_block_mask => a formula of a library
+def count_blocks(mask, block):
+    counted = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, *mask.shape, device="cpu", BLOCK_SIZE=block)
+    full, partial = int(counted.full_kv_num_blocks.sum()), int(counted.kv_num_blocks.sum())
+    return full, partial, -(-mask.shape[0] // block) * -(-mask.shape[1] // block) - full - partial
 
 # %% q3_1: edges left out => partial should be 4. The blocks at the edges are left out | expected
 -    padded = F.pad(mask, (0, -mask.shape[1] % block, 0, -mask.shape[0] % block))
@@ -323,6 +349,12 @@ def block_sparse_attention(q, k, v, block_mask):
 # %% q7_1 loses q7_1_tests: instructions forgotten => instructions are missing | sees all instructions
 -        return ((owner[q] == owner[k]) & earlier) | ((owner[q] > 0) & (owner[k] == 0))
 +        return ((owner[q] == owner[k]) & earlier)
+
+# %% q7_1 loses q7_1_tests: a table of pairs => no tensor of pairs
+-    return order, mask_mod
++    rows = torch.arange(len(order))
++    table = mask_mod(0, 0, rows[:, None], rows[None])
++    return order, lambda b, h, q, k: table[q, k]
 
 # %% q7_1 loses q7_1_tests: mask of the old order => as they arrived | is there
 -    owner, place = conversation[order], position[order]

@@ -130,16 +130,6 @@ def split_kv_attention(q, k, v, splits):
         lse = both
     return out.to(q.dtype)
 
-# %% q3_3: integer arithmetic and a running best
-def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):
-    best, least = 1, math.inf
-    for n in range(1, most + 1):
-        part = -(-kv_len // n)
-        us = -(-programs * n // units) * -(-part // tile) * tile_us + (n > 1) * combine_us
-        if us < least - 1e-12:
-            best, least = n, us
-    return best
-
 # %% q4_1: a buffer with other strides
 def knocked_out_by_strides(x):
     wide = torch.zeros(*x.shape, 2, dtype=x.dtype, device=x.device)
@@ -312,7 +302,7 @@ def errors(out, q, k, v, causal=False):
     d, e = (out.double() - exact).numpy(), exact.numpy()
     return np.abs(d).max(), np.linalg.norm(d) / np.linalg.norm(e)
 
-# %% q3_1: the intensity simplified
+# %% q3_1: the intensity simplified, a number of queries as NumPy rounds it
 def intensity(query_len, kv_len, group, head_dim, dtype):
     harmonic = 1 / (1 / (group * query_len) + 1 / kv_len)
     return 2 * harmonic / dtype.itemsize
@@ -321,7 +311,8 @@ def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
     x = ridge * dtype.itemsize / 2
     if x >= kv_len:
         return None
-    return int(math.ceil(x * kv_len / (kv_len - x) / group))
+    import numpy as np
+    return np.ceil(x * kv_len / (kv_len - x) / group)
 
 # %% q3_2: online softmax over single keys
 def attend_part(q, k, v):
@@ -472,7 +463,7 @@ def grid_answers(grid):
 # %% q3_3: whole numbers rounded up by floor division
 def decode_us(programs, kv_len, splits, units, tile, tile_us, combine_us):
     keys = -(-kv_len // splits)
-    time = -(-programs * splits // units) * -(-keys // tile) * tile_us
+    time = -(-programs * splits // units) * (-(-keys // tile) * tile_us)
     return time if splits == 1 else time + combine_us
 
 def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):
@@ -494,10 +485,6 @@ def _of_tokens(scale, block, x):
 
 def dequantize_fp8(x8, scale, block=None):
     return x8.to(torch.float32) * _of_tokens(scale, block, x8)
-
-# %% q1_1: a comprehension with get
-def backends_in(operators):
-    return [found for found in map(BACKEND_OF.get, operators) if found is not None]
 
 # %% bonus_2_4: gradients with matmul and transposes, dP computed twice
 def attention_backward(q, k, v, out, lse, dout):

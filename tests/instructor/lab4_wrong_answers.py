@@ -26,6 +26,11 @@ WRONG_ANSWERS = [
     *mistakes(
         "q1_2",
         (
+            "keys for values",
+            ("product_attention(q, k, v,", "product_attention(q, k, k,"),
+            ("flash runs", "torch refuses"),
+        ),
+        (
             "the caller's warning filter kept",
             (('warnings.simplefilter("always")', "pass"), (" or [first_line]", "")),
             "open your own filter",
@@ -42,6 +47,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q1_3",
+        ("keys and values exchanged", ("product_attention(q, k, v,", "product_attention(q, v, k,"), "is wrong in"),
         (
             "the inputs copied on the sly",
             ("    with sdpa", "    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()\n    with sdpa"),
@@ -330,6 +336,12 @@ def attention_backward(q, k, v, out, lse, dout):
         leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
         return torch.autograd.grad(F.scaled_dot_product_attention(*leaves), leaves, dout)
 
+# %% bonus_2_4: P by a sum of its own => with the lse that is given
+-    p = torch.exp(q @ k.mT * scale - lse[..., None])
++    p = q @ k.mT * scale
++    p = torch.exp(p - p.amax(-1, keepdim=True))
++    p = p / p.sum(-1, keepdim=True)
+
 # %% q3_2 loses q3_2_part_tests: heads of a group not neighbours => repeat_interleave
 -    keys, values = (t.float().repeat_interleave(group, dim=1) for t in (k, v))
 +    keys, values = (t.float().repeat(1, group, 1, 1) for t in (k, v))
@@ -352,7 +364,7 @@ def attention_backward(q, k, v, out, lse, dout):
 +    k, v = k[:, :, :whole], v[:, :, :whole]
 +    parts = zip(k.tensor_split(splits, dim=2), v.tensor_split(splits, dim=2), strict=True)
 
-# %% q3_2: no parts at all => attend_part was called for | scores at once
+# %% q3_2: no parts at all => attend_part was called for
 def split_kv_attention(q, k, v, splits):
     return attend_part(q, k, v)[0].to(q.dtype)
 
@@ -397,6 +409,11 @@ KNOCK_OUTS = {p: lambda q, k, v: dict(query=q, key=k, value=v, dropout_p=0.1) fo
 # %% q4_2: strides again => That was 4.1
 KNOCK_OUTS["strides"] = lambda q, k, v: dict(query=q.mT.contiguous().mT, key=k, value=v)
 
+# %% q4_3: strides of a whole projection => should be its numbers
+-    all_heads = packed.unflatten(2, (heads + 2 * kv_heads, -1)).transpose(1, 2)
++    shape = packed.unflatten(2, (heads + 2 * kv_heads, -1)).shape
++    all_heads = packed.as_strided(shape, torch.empty(shape).stride()).transpose(1, 2)
+
 # %% q4_3: heads and tokens mixed by a reshape => a reshape mixes tokens
 -    return all_heads.split([heads, kv_heads, kv_heads], dim=1)
 +    return [t.transpose(1, 2).reshape(t.shape) for t in all_heads.split([heads, kv_heads, kv_heads], dim=1)]
@@ -427,6 +444,11 @@ KNOCK_OUTS["strides"] = lambda q, k, v: dict(query=q.mT.contiguous().mT, key=k, 
 # %% bonus_5_5: a block of zeros => no largest value to divide by
 -    scale = torch.where(amax > 0, amax / largest_fp8, 1.0)
 +    scale = amax / largest_fp8
+
+# %% q6_1: places for names of rows => default_wins | positional indexers
+-    winners, loss = fastest(grid), default_slowdown(grid)
++    loss = default_slowdown(grid)
++    winners = grid.iloc[timed.groupby("shape")["ms"].idxmin()].set_index("shape")["backend"]
 
 # %% q6_1: the worst of all kinds => decode shapes only | too large
 -        "worst_default": loss[kinds.reindex(loss.index) == "decode"].max(),

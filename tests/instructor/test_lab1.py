@@ -126,6 +126,10 @@ def test_visible_messages_hold_no_solution(answers, visible, names):
     assert said and "2,398" not in said and "4,796" not in said
 
 
+def test_a_right_cost_stays_right_beside_wrong_pairs(names):
+    names["check_attention_cost"](names["attention_macs_flops_bytes"], lambda *place: 0)
+
+
 @pytest.mark.gpu
 def test_model_answers_run_on_a_gpu(names, tmp_path, monkeypatch):
     """The checks feed CPU tensors; here the same functions get tensors on the GPU, and the Triton file is compiled."""

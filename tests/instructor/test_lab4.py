@@ -65,15 +65,6 @@ class TestAnswers(EveryAnswer):
     right_answers, wrong_answers = RIGHT_ANSWERS, WRONG_ANSWERS
 
 
-def test_a_merge_of_log_sum_exps_to_base_2_is_named(visible, names):
-    """The mistake is attend_part's, and shows in the merge as well, which uses the student's own part."""
-    exec(
-        "_natural = attend_part\ndef attend_part(*qkv):\n    out, lse = _natural(*qkv)\n    return out, lse / math.log(2)",
-        names,
-    )
-    assert "to base 2" in visible.message("q3_2_tests", visible.scope(names))
-
-
 def test_what_why_not_leaves_behind_costs_no_later_question(calls, checks, names, visible):
     """1.2 answered by switches that stay off: green would be wrong, and the right answers of 1.3 and 2.2 stay green."""
     code = next(wrong.code for wrong in WRONG_ANSWERS if wrong.mistake.startswith("backends switched off one by one"))

@@ -50,15 +50,6 @@ def standard_attention(q, k, v):
     from torch.nn.attention.flex_attention import flex_attention
     return flex_attention(q, k, v)
 
-# %% q5_2: SDPA for show beside an attention of one's own - beside
-def attention_bshd(q, k, v):
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf)
-    return (torch.softmax(scores, -1) @ v).transpose(1, 2)
-
 # %% q5_3: all blocks are kept - one block at a time
 def online_softmax_stats(blocks):
     kept = [block.clone() for block in blocks]

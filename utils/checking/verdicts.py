@@ -199,10 +199,11 @@ def check(
         @functools.wraps(function)
         def checked(*args: object, **kwargs: object) -> Verdict:
             given = signature.bind(*args, **kwargs)  # a wrong call of the check itself is not the student's mistake
-            if any(callable(value) and not is_answered(value) for value in given.arguments.values()):
-                return Verdict(question, False, f"{_label(question)} is not answered yet.")
-            for name, value in given.arguments.items():
-                given.arguments[name] = Answer(value, rule) if callable(value) else value
+            answers = {name: is_answered(value) for name, value in given.arguments.items() if callable(value)}
+            if missing := [name for name, answered in answers.items() if not answered]:
+                what = missing[0] if len(missing) < len(answers) else _label(question)
+                return Verdict(question, False, f"{what} is not answered yet.")
+            given.arguments.update({name: Answer(given.arguments[name], rule) for name in answers})
             try:
                 with quiet_stderr():
                     message = function(*given.args, **given.kwargs)
@@ -335,8 +336,8 @@ def expect_number(
     `mistakes` is {hint: the number, or numbers, that this mistake leads to}. With `tell` the message says the right number:
     that of a visible check would answer the question with it.
     """
-    if got is None or got is ...:
-        raise AssertionError(f"{what} is not answered yet: it is {got!r}.")
+    if got is None:
+        raise AssertionError(f"{what} is None: is a return missing?")
     if isinstance(got, torch.Tensor) and got.numel() == 1:
         got = got.item()
     if isinstance(got, bool) or not isinstance(got, numbers.Real):
@@ -367,15 +368,13 @@ def _shown(number: float) -> str:
 def _factor(value: float, expected: float, unit: str) -> str:
     """Say on which side of the right number a wrong one lies, and whether MACs, or a prefix of the unit, explain the distance."""
     ratio = value / expected if expected else 0.0
-    if ratio <= 0:
-        return ""
     counts = "FLOP" in unit or "MAC" in unit
     if counts and abs(2 * ratio - 1) < 2e-3:
         return " It is half of the right number: a multiply-accumulate (MAC) is one MAC, and two FLOPs."
     if counts and abs(ratio / 2 - 1) < 2e-3:
         return " It is twice the right number: one multiply-accumulate (MAC) is two FLOPs; which one is asked for?"
-    side = "large" if ratio > 1 else "small"
-    power = round(math.log10(ratio))
+    side = "large" if value > expected else "small"
+    power = round(math.log10(ratio)) if ratio > 0 else 0
     if unit and power and power % 3 == 0 and abs(ratio / 10.0**power - 1) < 2e-3:
         return f" It is 10^{abs(power)} times too {side}: check the prefix of the unit (k, M, G, T; m for milli)."
     return f" It is too {side}."

@@ -51,6 +51,7 @@ def gemm_tiled(gemm_tiled, seed=None):
         (draw.sizes(3, 9, 16), draw.sizes(3, 2, 7), torch.float32, hint),
         (draw.sizes(3, 9, 30), (64, 32, 128), torch.float64, hint),
         (draw.sizes(3, 5, 9), (1, 5, 1), torch.float32, hint),
+        (draw.sizes(3, 5, 9), (5, 1, 1), torch.float32, hint),
     ):
         what = _name("gemm_tiled", m, k, n, dtype, f" with tiles {tuple(tiles)}")
         a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)

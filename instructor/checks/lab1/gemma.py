@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from types import SimpleNamespace
 
-import torch
-
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_value
 from utils.checking import check
-from utils.checking.labs.lab1.gemma import expect_decoded
+from utils.checking.labs.lab1.gemma import expect_decoded, small_layer
 from utils.config import GEMMA_CONFIG
 
 _UNITS = ("MACs", "FLOPs", "bytes")
@@ -214,21 +211,12 @@ def mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes, seed=None):
             )
 
 
-def _small_layer(layer_idx: int):
-    from utils.model import build_decoder_layer
-
-    config = copy.deepcopy(GEMMA_CONFIG)
-    config.hidden_size, config.intermediate_size, config.head_dim = 48, 96, 16
-    config.query_pre_attn_scalar, config.sliding_window = 16, 8
-    return build_decoder_layer(config, layer_idx, torch.float32, "cpu", seed=layer_idx)
-
-
 @check("3.3", "Decoding with a KV cache")
 def decode_with_cache(decode_with_cache, seed=None):
     """Check that the result equals a full prefill, and that the prompt runs once and each new token alone."""
     draw = Draw(seed)
     for layer_idx in (5, 0):
-        layer, rotary_emb = _small_layer(layer_idx)
+        layer, rotary_emb = small_layer(layer_idx)
         batch, prompt_len, new = draw.size(2, 3), draw.size(11, 14), draw.size(4, 7)
         tokens = draw.normal(batch, prompt_len + new, layer.config.hidden_size)
         expect_decoded(decode_with_cache, layer, rotary_emb, tokens, prompt_len)

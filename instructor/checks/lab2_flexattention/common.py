@@ -58,11 +58,8 @@ def expect_scores(
     expect_close(got, expected, **tolerance, what=what, hint=name_mistakes(got, expected, mistakes or {}))
 
 
-def recording(compute: bool = True):
-    """Return `attend(q, k, v, mask_mod)` in float64, and the shapes and mask_mods that it was called with.
-
-    Without `compute` it returns zeros.
-    """
+def recording():
+    """Return `attend(q, k, v, mask_mod)` in float64, and the shapes and mask_mods that it was called with."""
     calls: list[tuple[tuple[int, ...], Mod]] = []
 
     def attend(q, k, v, mask_mod):
@@ -74,8 +71,6 @@ def recording(compute: bool = True):
         calls.append((tuple(q.shape), mask_mod))
         if not q.numel():
             return q
-        if not compute:
-            return torch.zeros_like(q)
         batches = [
             pairs(mask_mod, q.shape[2], k.shape[2], "the mask_mod that attend got", b=b) for b in range(q.shape[0])
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import indices
 from utils.checking import check
+from utils.checking.labs.lab2_flexattention.masks import expect_device_and_room, expect_numbers, expect_programs
 from utils.checking.masks import expect_mask, expect_program, pairs
 
 
@@ -56,13 +56,7 @@ def three_masks(causal, sliding_window, prefix_lm, seed=None):
                 "The queries of the prefix see its later keys as well.": k <= q,
             },
         )
-    # So long that a walk through the window or the prefix shows.
-    for mod, what in (
-        (causal, "causal"),
-        (sliding_window(500), "sliding_window(500)"),
-        (prefix_lm(500), "prefix_lm(500)"),
-    ):
-        expect_program(mod, 16, what)
+    expect_programs(causal, sliding_window, prefix_lm)
 
 
 @check("2.2", "Packed documents")
@@ -74,40 +68,10 @@ def packed_documents(document_numbers, packed_documents, seed=None):
         lengths = [draw.size(1, 6) for _ in range(draw.size(2, 4))]
         expected = [number for number, length in enumerate(lengths) for _ in range(length)]
         expected += [-1] * (size - len(expected))
-        what = f"document_numbers({lengths}, {size}, cpu)"
-        given = list(lengths)
-        got = document_numbers(given, size, torch.device("cpu"))
-        if given != lengths:
-            raise AssertionError(f"{what} left {given} of its list. Work on a copy.")
-        if not isinstance(got, torch.Tensor) or got.is_floating_point() or got.dtype == torch.bool:
-            raise AssertionError(
-                f"{what} should be a tensor of integers, and is {getattr(got, 'dtype', type(got).__name__)}."
-            )
-        if got.shape != (size,):
-            raise AssertionError(f"{what} should have shape ({size},), and has {tuple(got.shape)}.")
-        if got.tolist() != expected:
-            pad = " Tokens after the last document are padding: -1." if -1 not in got.tolist() else ""
-            raise AssertionError(f"{what} is {got.tolist()}, expected {expected}.{pad}")
+        expect_numbers(document_numbers, lengths, size, expected)
         rows.append(expected)
-    whole = document_numbers([3, size - 3], size, torch.device("cpu"))
-    if whole.tolist() != [0] * 3 + [1] * (size - 3):
-        raise AssertionError(
-            f"document_numbers([3, {size - 3}], {size}, cpu), without any padding, is {whole.tolist()}."
-        )
-    with contextlib.suppress(RuntimeError):  # the tensor has no values: code that needs values is not judged here
-        if document_numbers([1], 2, torch.device("meta")).device.type != "meta":
-            raise AssertionError("document_numbers has to put its tensor on the device it is given.")
-    try:
-        document_numbers([size, 1], size, torch.device("cpu"))
-    except ValueError:
-        pass
-    except Exception as error:
-        raise AssertionError(
-            f"documents that do not fit should raise a ValueError, not {type(error).__name__}."
-        ) from None
-    else:
-        raise AssertionError(f"document_numbers([{size}, 1], {size}, cpu) should raise a ValueError: it does not fit.")
-
+    expect_numbers(document_numbers, [3, size - 3], size, [0] * 3 + [1] * (size - 3))
+    expect_device_and_room(document_numbers, [size, 1], size)
     numbers = torch.tensor(rows)
     mod = packed_documents(numbers)
     q, k = indices(size, size)

@@ -58,18 +58,18 @@ def score_mods(soft_cap, alibi, in_turn, seed=None):
         return torch.where(q - k > 2, s / 2, s)
 
     far = q - k > 2
-    expected = 2 * torch.where(far, (scores + 4) / 2, scores + 4)
+    expected = 2 * torch.where(far, (scores + 5) / 2, scores + 5)
     expect_scores(
         in_turn(add, halve_far, double),
         expected,
         scores,
         "in_turn of three modifiers",
         {
-            "They run from the last to the first here.": torch.where(far, scores, 2 * scores) + 4,
+            "They run from the last to the first here.": torch.where(far, scores, 2 * scores) + 5,
             "Each modifier gets what the one before it returned.": 2 * scores,
-            "Only the first modifier runs.": scores + 4,
+            "Only the first modifier runs.": scores + 5,
         },
-        b=1,
+        b=2,
         h=1,
     )
     expect_scores(in_turn(double), 2 * scores, scores, "in_turn of one modifier")

@@ -9,29 +9,22 @@ import torch
 from instructor.checks.common import Draw, dtype_name
 from utils.attention import reference, reference_gradients
 from utils.checking import expect_close, expect_items
-from utils.checking.labs.lab4_sdpa.common import check, replaced_answers
+from utils.checking.labs.lab4_sdpa.common import check
 from utils.checking.labs.lab4_sdpa.splitting import (
     BACKWARD,
     GRADIENTS,
     MERGE,
     PART,
     expect_gradient,
-    expect_merged,
+    expect_lse_used,
     expect_part_output,
+    expect_split,
 )
 
 
 def _lse(q, k) -> torch.Tensor:
     """Return the log of the sum of e^score of each query, in float64."""
     return reference(q.double(), k.double(), k.double())[1]
-
-
-def _right_part(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a right answer for `attend_part`."""
-    group = q.shape[1] // k.shape[1]
-    keys, values = (t.float().repeat_interleave(group, 1) for t in (k, v))
-    scores = q.float() @ keys.mT / math.sqrt(q.shape[-1])
-    return torch.softmax(scores, dim=-1) @ values, torch.logsumexp(scores, dim=-1)
 
 
 @check("3.2", "Attention over one part", **PART)
@@ -58,37 +51,10 @@ def attend_part(attend_part, seed=None):
         expect_close(lse, _lse(q, k).float(), rtol=rtol, atol=1e-3, what=f"the lse of {what}", hint=hint)
 
 
-class _Parts:
-    """Right answers for `attend_part` that remember which parts they were asked for."""
-
-    def __init__(self):
-        self.calls: list[tuple[int, torch.Size]] = []  # keys and queries of each part
-
-    def __call__(self, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a part, as `attend_part` does."""
-        self.calls.append((k.shape[2], q.shape))
-        return _right_part(q, k, v)
-
-    def expect_each(self, q: torch.Tensor, keys: int, splits: int, what: str) -> None:
-        """Assert that the parts are as long as they should be, and that each pair of a query and a key was in one of them."""
-        lengths = {n for n, shape in self.calls if n and shape.numel()}
-        if not lengths <= {keys // splits, -(-keys // splits)}:
-            raise AssertionError(
-                f"{what}: attend_part was called for {sorted(lengths)} keys. {splits} parts of {keys} keys whose sizes differ by at "
-                f"most 1 have {keys // splits} or {-(-keys // splits)}."
-            )
-        asked = sum(n * shape.numel() for n, shape in self.calls)
-        if asked < keys * q.numel():
-            raise AssertionError(
-                f"{what}: attend_part was called for {asked / q.numel():g} keys of each query, and there are {keys}. Each part comes "
-                "from attend_part."
-            )
-
-
 @check("3.2", "Split-KV attention", **MERGE)
 def split_kv_attention(split_kv_attention, seed=None):
     """Check any number of splits, each part alone, large scores, and the dtype of the queries."""
-    draw, asked = Draw(seed), []  # asked: which parts each call of the answer asked `attend_part` for
+    draw = Draw(seed)
     for dtype, splits, scale in (
         (torch.float32, 1, 1),
         (torch.float32, 4, 1),
@@ -105,14 +71,8 @@ def split_kv_attention(split_kv_attention, seed=None):
         k, v = scale * draw.normal(b, kv, sk, d, dtype=dtype), draw.normal(b, kv, sk, d, dtype=dtype)
         large = ", scores in the thousands" if scale > 1 else ""
         what = f"split_kv_attention over {sk} keys in {splits} splits, {dtype_name(dtype)}{large}"
-        parts = _Parts()
-        with replaced_answers(split_kv_attention, {"attend_part": parts}):
-            got = split_kv_attention(q, k, v, splits)
         near = {"rtol": 1e-2, "atol": 1e-2} if dtype.itemsize == 2 or scale > 1 else {"rtol": 1e-3, "atol": 1e-4}
-        expect_merged(got, q, k, v, splits, scale > 1, what, **near)
-        asked.append((parts, q, sk, splits, what))
-    for parts, *about in asked:
-        parts.expect_each(*about)
+        expect_split(split_kv_attention, q, k, v, splits, scale > 1, what, **near)
 
 
 @check("Bonus 2.4", "The backward pass", **BACKWARD)
@@ -144,7 +104,7 @@ def attention_backward(attention_backward, seed=None):
         ):
             near = {"rtol": tolerance, "atol": tolerance * scale}
             expect_gradient(gradient, right.to(dtype), no_delta, name, where, **near)
-    _expect_lse_used(attention_backward, draw)
+    expect_lse_used(attention_backward, tensors, expected[2])
     _expect_close_in_16_bits(attention_backward, draw)
 
 
@@ -163,21 +123,3 @@ def _expect_close_in_16_bits(attention_backward, draw: Draw) -> None:
             distance = (gradient.double() - right).square().mean().sqrt() / right.square().mean().sqrt()
             if not distance < 0.2:
                 raise AssertionError(f"{what} is {float(distance):.0%} away from what it should be.")
-
-
-def _expect_lse_used(attention_backward, draw: Draw) -> None:
-    """Assert that P comes from the lse that is given: here these keys are a part of all keys, so their P add up to less than 1."""
-    shape, d = (1, 2, draw.size(7, 12), draw.size(13, 20)), 8
-    q, dout = (draw.normal(*shape[:3], d) for _ in range(2))
-    k, v = (draw.normal(*shape[:2], shape[3], d) for _ in range(2))
-    out = reference(q.double(), k.double(), v.double())[0]
-    others = draw.normal(*shape[:3], dtype=torch.float64).abs()  # what the other keys add to the lse
-    lse, out = _lse(q, k) + others, out * torch.exp(-others)[..., None]
-    got = attention_backward(q, k, v, out.float(), lse.float(), dout)
-    p = torch.exp(q.double() @ k.double().mT / math.sqrt(d) - lse[..., None])
-    ds = p * (dout.double() @ v.double().mT - (dout.double() * out).sum(-1, keepdim=True)) / math.sqrt(d)
-    right = ds @ k.double(), ds.mT @ q.double(), p.mT @ dout.double()
-    for name, gradient, expected in zip(GRADIENTS, got, right, strict=True):
-        what = f"{name} over a part of the keys, with the lse of all"
-        hint = "P is e^(S - lse), with the lse that is given: do not compute the softmax again."
-        expect_close(gradient, expected.float(), rtol=1e-3, atol=1e-3, what=what, hint=hint)

@@ -76,6 +76,7 @@ def make_shell():
         shell.outputs.error(getattr(kind, "__name__", str(kind)), str(value), list(lines))
 
     shell.outputs = Outputs()
+    shell.system = shell.system_raw  # for `!nvidia-smi`; the usual way needs a terminal, which the walls leave out
     shell.display_pub = Publisher(parent=shell)
     shell.displayhook = Hook(parent=shell, shell=shell)
     shell.displayhook.do_full_cache = False  # the last results alone, and not all of them, as in `Out`

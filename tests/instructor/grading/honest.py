@@ -150,7 +150,8 @@ ANSWERS: dict[str, dict[str, str]] = {
 def gemm_broadcast(a, b):
     return (a[:, :, None] * b[None]).sum(dim=1)
 """,
-        "a module as a function": """
+        "a module as a function, below a line of the shell": """
+!ls
 class Product(torch.nn.Module):
     def forward(self, a, b):
         return (a[:, :, None] * b[None]).sum(dim=1)

@@ -91,6 +91,15 @@ def test_what_is_said_of_an_answer_that_raises(body, words):
     assert ("not answered" in words) == ("not answered" in message)
 
 
+def test_of_two_answers_the_missing_one_is_named():
+    def later():
+        raise NotImplementedError
+
+    judge = check("2.3")(lambda double, halve: None)
+    assert judge(later, later).message == "Question 2.3 is not answered yet."
+    assert judge(abs, later).message == "halve is not answered yet."
+
+
 def test_keyboard_interrupt_passes_through():
     def interrupt(x):
         raise KeyboardInterrupt
@@ -271,7 +280,7 @@ def test_right_numbers_pass(got):
 
 
 def test_what_is_no_number():
-    assert "not answered yet" in number_complaint(None, 1)
+    assert "is a return missing" in number_complaint(None, 1)
     assert "should be a number in ms, and is '3' (str)" in number_complaint("3", 3, unit="ms")
     assert "should be a number" in number_complaint(True, 1)
     assert "finite" in number_complaint(float("nan"), 1)

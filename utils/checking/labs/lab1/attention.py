@@ -138,8 +138,11 @@ def check_attention_bshd(attention_bshd):
         expect_bshd(attention_bshd, torch.randn(2, 7, heads, 8), *(torch.randn(2, 7, kv_heads, 8) for _ in range(2)))
 
 
-def expect_stats(online_softmax_stats, x: torch.Tensor, widths: list[int], name: str) -> OperationWatch:
-    """Assert the maximum and the sum of rows that arrive in blocks, each of which can be read once; return the watch."""
+def expect_stats(online_softmax_stats, x: torch.Tensor, widths: list[int], name: str, used_up: bool = False) -> None:
+    """Assert the maximum and the sum of rows that arrive in blocks, each of which can be read once.
+
+    With `used_up`, blocks of widths that no other tensor has, no operator works on a block after one worked on the next.
+    """
     taken = []
 
     def arriving():
@@ -158,15 +161,21 @@ def expect_stats(online_softmax_stats, x: torch.Tensor, widths: list[int], name:
     hint = "When a block brings a larger maximum, what happens to the sum so far? Is a maximum subtracted before exp?"
     right = torch.exp(x.double() - m[:, None]).sum(1).to(x.dtype)
     expect_close(result[1], right, rtol=1e-3, atol=1e-6, what=f"l of {name}", hint=hint)
-    return limited.watch
+    used = [[i for i, step in enumerate(limited.watch.steps) if any(w in shape for shape in step[1])] for w in widths]
+    for place, (mine, following) in enumerate(itertools.pairwise(used if used_up else [])):
+        assert not mine or not following or max(mine) < min(following), (
+            f"block {place} is used again after block {place + 1} was taken. Keep two numbers a row from one block to the next, "
+            "and look at one block at a time."
+        )
 
 
 @visible(**ONLINE)
 def check_online_softmax_stats(online_softmax_stats):
-    """Check two rows in four blocks, around three values."""
+    """Check two rows in four blocks, around three values, and in float64."""
     x = torch.tensor([[1.0, 3.0, 5.0, 2.0, 2.5, -1.0, 0.5, 4.0, 9.0], [7.0, 3.0, 1.0, 2.0, 0.0, -1.0, 0.5, 1.5, 2.0]])
-    for shift in (0.0, 1000.0, -1000.0):
-        expect_stats(online_softmax_stats, x + shift, [1, 2, 3, 3], f"the blocks with values around {shift:g}")
+    for rows, shift in ((x, 0.0), (x, 1000.0), (x.double(), -1000.0)):
+        expect_stats(online_softmax_stats, rows + shift, [1, 2, 3, 3], f"the blocks with values around {shift:g}")
+    expect_stats(online_softmax_stats, x.repeat(1, 2), [7, 11], "two wide blocks", used_up=True)
 
 
 def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance: float = 1e-4) -> None:

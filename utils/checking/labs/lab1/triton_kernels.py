@@ -46,13 +46,23 @@ def run_cases(
     return results
 
 
-def _launched(source: str, launcher: str, cases: dict[str, tuple]) -> dict[str, torch.Tensor]:
-    """Return what the student's file computes by its own launcher, every tl.dot in full precision."""
+def expect_dots(made: list[int], steps: int, name: str) -> None:
+    """Assert that each program makes each product of its blocks once, by tl.dot."""
+    assert {*made} == {steps}, (
+        f"the kernel failed on {name}: a program makes {min({*made} - {steps}, default=0)} products of tiles by tl.dot, and its "
+        f"blocks take {steps}: each block once."
+    )
+
+
+def _launched(source: str, launcher: str, cases: dict[str, tuple], steps: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Return what the student's file computes by its own launcher, with so many products in each program."""
     if raises_not_implemented(source):
         gaps = f"{source.count('raise NotImplementedError')} of 2 gaps in {launcher}_triton.py"
         raise AssertionError(f"not answered yet: {gaps} still say raise NotImplementedError().")
     assert find_spec("triton"), "Triton is not installed here (it exists for Linux), so the kernel waits for grading"
     results = run_cases(source, f"{launcher}_triton.py", launcher, cases)
+    for name, (_, made) in results.items():
+        expect_dots(made, steps[name], name)
     return {name: output for name, (output, _) in results.items()}
 
 
@@ -71,7 +81,8 @@ def check_gemm_triton(source: str):
     # The launcher's C is every other column of a wider matrix here: whoever forgets a stride of it writes elsewhere.
     given = "torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)"
     source = source.replace(given, given.replace("b.", "2 * b.") + "[:, ::2]")
-    for name, got in _launched(source, "gemm", cases).items():
+    steps = {name: -(-a.shape[1] // 32) for name, (a, _) in cases.items()}
+    for name, got in _launched(source, "gemm", cases, steps).items():
         a, b = cases[name]
         last = (a.shape[1] - 1) // 32 * 32
         known = {
@@ -111,7 +122,8 @@ def check_flash_triton(source: str):
             tensors = [t.permute(2, 1, 0).contiguous().permute(2, 1, 0) for t in tensors]
         name = f"flash of 3 heads, {queries} queries and {keys} keys, in blocks of 32 and 16, {words}"
         cases[name] = (*tensors, 32, 16)
-    for name, got in _launched(source, "flash", cases).items():
+    steps = {name: 2 * -(-case[1].shape[1] // 16) for name, case in cases.items()}
+    for name, got in _launched(source, "flash", cases, steps).items():
         q, k, v = cases[name][:3]
         right = F.scaled_dot_product_attention(q.double(), k.double(), v.double()).to(q.dtype)
         hint = flash_mistake(got, q, k, v, 16) if isinstance(got, torch.Tensor) and got.shape == q.shape else ""

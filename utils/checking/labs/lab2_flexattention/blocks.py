@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from utils.attention.masks import dense_mask
 from utils.checking import FUSED_ATTENTION, expect_close, expect_items, expect_number, expect_rounded_once, visible
-from utils.checking.masks import pairs
+from utils.checking.masks import expect_program, pairs
 from utils.checking.mistakes import name_mistakes
 
 PROMISES: dict[str, Any] = {
@@ -30,7 +30,7 @@ SKIPPING: dict[str, Any] = {
 }
 
 
-@visible("3.1", "Counting blocks")
+@visible("3.1", "Counting blocks", forbids=(), hint="count the pairs of each block")
 def check_count_blocks(count_blocks):
     causal, column = torch.ones(8, 4, dtype=torch.bool).tril(), torch.zeros(5, 7, dtype=torch.bool)
     column[:, 2] = True
@@ -96,13 +96,13 @@ def check_promises(block_flops, promised_speedup, document_blocks):
 
 @visible(**SKIPPING)
 def check_block_sparse_attention(block_sparse_attention):
-    """Twelve tokens in two documents, blocks of 2 x 3; query 0 sees nothing."""
+    """Twelve tokens in two documents, blocks of 2 x 3; queries 0, 4 and 5 see nothing, the last two in any block."""
     numbers = torch.tensor([0] * 6 + [1] * 6)
     asked = []
 
     def mod(b, h, q, k):
         asked.append(math.prod(torch.broadcast_shapes(q.shape, k.shape)))
-        return (numbers[q] == numbers[k]) & (q >= k) & (q > 0)
+        return (numbers[q] == numbers[k]) & (q >= k) & (q > 0) & (q // 2 != 2)
 
     block_mask = create_block_mask(mod, None, None, 12, 12, device="cpu", BLOCK_SIZE=(2, 3))
     mask = dense_mask(mod, 12, 12)
@@ -112,7 +112,7 @@ def check_block_sparse_attention(block_sparse_attention):
         limited = block_sparse_attention.limited(q.numel())
         asked.clear()
         got = limited(q, k, v, block_mask)
-        what = f"block_sparse_attention in {str(dtype)[6:]}, blocks of (2, 3), query 0 sees nothing,"
+        what = f"block_sparse_attention in {str(dtype)[6:]}, blocks of (2, 3), queries 0, 4 and 5 see nothing,"
         hint = skipping_mistake(got, q, k, v, mask, block_mask)
         expect_close(got, exact.to(dtype), rtol=tolerance, atol=tolerance, what=what, hint=hint)
         if dtype == torch.bfloat16:
@@ -229,6 +229,7 @@ def check_layout_mask(lay_out):
     for token, keys in own.items():
         right[token, [int(key) for key in keys + ("" if token in (2, 5, 7) else "257")]] = True
     if torch.equal(by_token, right):
+        expect_program(mod, 20, "the mask_mod of lay_out", 10, 10)
         return
     hints = {
         "This is the mask between tokens as they arrived; the rows are in the new order.": torch.equal(got, right),

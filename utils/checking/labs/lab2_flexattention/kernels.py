@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from utils.attention.masks import dense_mask
-from utils.checking import expect_close, expect_number, visible
+from utils.checking import OperationWatch, expect_close, expect_number, visible
 from utils.checking.masks import expect_mask, expect_program, kernels_for, modified
 from utils.checking.mistakes import name_mistakes
 
@@ -19,7 +20,7 @@ from utils.checking.mistakes import name_mistakes
 def check_score_mods(soft_cap, alibi, in_turn):
     def at(mod, what, score=3.0, b=2, h=1, q=5, k=2):
         """What the modifier makes of one score, in one pair, asked as FlexAttention asks."""
-        return modified(lambda s, b, h, i, j: mod(s, b, h, i + q, j + k), torch.full((1, 1), score), what, b, h)
+        return modified(mod, torch.full((6, 6), score), what, b, h)[q, k]
 
     def double(score, b, h, q, k):
         return 2 * score
@@ -44,8 +45,8 @@ def check_score_mods(soft_cap, alibi, in_turn):
         (lambda: alibi(slopes), {"q": 2, "k": 5}, 4.5, "alibi of a score of 3 in head 1, query 2, key 5 (q - k = -3),", {
             "The distance is q - k, and negative for keys after the query.": 1.5,
         }),
-        (lambda: in_turn(lambda s, b, h, q, k: s + 10 * h + b, double, soft_cap(50.0)), {}, 26.8525,
-         "in_turn(add 10 h + b, double, soft_cap(50)) of a score of 3, sequence 2, head 1,", {
+        (lambda: in_turn(lambda s, b, h, q, k: s + 10 * h + b + 2 * (q - k + 1), double, soft_cap(50.0)), {"q": 4, "k": 5}, 26.8525,
+         "in_turn(add 10 h + b + 2 (q - k + 1), double, soft_cap(50)) of a score of 3, sequence 2, head 1, query 4, key 5,", {
             "They run from the last to the first here.": 17.9928,
             "Only the first modifier runs.": 15.0,
             "Each modifier gets what the one before it returned.": 2.99641,
@@ -163,16 +164,24 @@ def check_buckets(bucketed_attention):
         q, k, v = (torch.randn(2, 3, tokens, 6) for _ in range(3))
         calls.clear()
         masks.append(expect_bucket(bucketed_attention, attend, calls, (q, k, v), [8, 16, 4]))
-    count = kernels_for([masks[0], masks[-1]], 8)
+    expect_one_kernel([masks[0], masks[3], masks[-1]], 8)
+    expect_no_bucket(bucketed_attention, attend, 17, [8, 16, 4])
+
+
+def expect_one_kernel(masks: list, bucket: int) -> None:
+    """Assert that one kernel serves the masks of several texts in a bucket."""
+    count = kernels_for(masks, bucket)
     assert count == 1, (
-        f"the masks of 5 and 7 tokens in the same bucket need {count} kernels: their length is a Python number, and became a "
-        "constant. Capture a tensor."
+        f"the masks of {len(masks)} texts in the bucket of {bucket} need {count} kernels. Their lengths are Python numbers, and became "
+        "constants, or the masks are several functions. Let one function serve all. Capture a tensor: torch.tensor(...)."
     )
-    try:
-        bucketed_attention(attend, *(torch.randn(3, 1, 1, 17, 6)), [8, 16, 4])
-    except ValueError:
-        return
-    raise AssertionError("17 tokens fit into no bucket of [8, 16, 4]: raise a ValueError")
+
+
+def expect_no_bucket(bucketed_attention, attend, tokens: int, buckets: list[int]) -> None:
+    """Assert that a text which is longer than every bucket raises a ValueError."""
+    with contextlib.suppress(ValueError):
+        bucketed_attention(attend, *torch.randn(3, 1, 1, tokens, 6), buckets)
+        raise AssertionError(f"{tokens} tokens fit into no bucket of {buckets}: raise a ValueError.")
 
 
 def expect_bucket(bucketed_attention, attend, calls: list[tuple], qkv: tuple, buckets: list[int]):
@@ -206,7 +215,8 @@ def expect_bucket(bucketed_attention, attend, calls: list[tuple], qkv: tuple, bu
         "Attention is not causal here.": F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
     hint = name_mistakes(got, expected, mistakes)
-    expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"{tokens} tokens in a bucket of {bucket}", hint=hint)
+    what = f"bucketed_attention of {tokens} tokens in a bucket of {bucket}"
+    expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
     return calls[0][1]
 
 
@@ -235,6 +245,22 @@ def check_at_positions(at_positions):
     mistakes = {"Pass b and h on to the mask as they are.": "000100/000010"}
     expect_mask(by_sequence, "000010/000001", "at_positions of a mask that looks at b", b=1, mistakes=mistakes)
     expect_program(mod, 16, "at_positions")
+    expect_no_constants(at_positions, window, torch.tensor([0, 3]))
+
+
+def expect_no_constants(at_positions, mask_mod, positions: torch.Tensor) -> None:
+    """Assert that other positions run the same operators: a number of Python's would be an argument, a tensor's value is none."""
+    steps = []
+    for starts in (positions, positions + 1, positions * 3 + 100):
+        mod = at_positions(mask_mod, starts)
+        with OperationWatch() as watch:
+            mod(*(torch.tensor(0) for _ in range(4)))
+        steps.append(watch.steps)
+    # A list that becomes a tensor whenever the mask is asked holds constants as well.
+    assert all(other == steps[0] for other in steps) and watch.largest.get("lift_fresh", 0) <= 1, (
+        "the positions became constants of the mask: the next token would need another kernel. Capture the tensor, and look "
+        "positions[b] up in the mask."
+    )
 
 
 @visible("Bonus 8.2", "Pages")

@@ -120,28 +120,49 @@ def check_three_masks(causal, sliding_window, prefix_lm):
         (0, 3): "The prefix has one key too many: keys 0 ... prefix - 1.",
     }
     expect_mask(prefix_lm(3), "11100/11100/11100/11110/11111", "prefix_lm(3)", probes=probes)
-    for mod, what in ((causal, "causal"), (sliding_window(5), "sliding_window(5)"), (prefix_lm(5), "prefix_lm(5)")):
+    expect_programs(causal, sliding_window, prefix_lm)
+
+
+def expect_programs(causal, sliding_window, prefix_lm) -> None:
+    """Assert that three masks look at one pair, with windows so long that a walk through them shows."""
+    masks = {"causal": causal, "sliding_window(500)": sliding_window(500), "prefix_lm(500)": prefix_lm(500)}
+    for what, mod in masks.items():
         expect_program(mod, 16, what)
+
+
+def expect_numbers(document_numbers, lengths: list[int], size: int, expected: list[int]) -> None:
+    """Assert the documents of tokens, and that the list of lengths is as it was."""
+    what, given = f"document_numbers({lengths}, {size}, cpu)", list(lengths)
+    got = document_numbers(given, size, torch.device("cpu"))
+    assert given == lengths, f"{what} left {given} of its list. Work on a copy."
+    assert isinstance(got, torch.Tensor) and not got.is_floating_point() and got.dtype != torch.bool, (
+        f"{what} should be a tensor of integers, and is {getattr(got, 'dtype', type(got).__name__)}."
+    )
+    hint = " Tokens after the last document are padding: -1." if -1 in expected and -1 not in got.tolist() else ""
+    assert got.tolist() == expected, f"{what} is {got.tolist()}, expected {expected}.{hint}"
+
+
+def expect_device_and_room(document_numbers, lengths: list[int], size: int) -> None:
+    """Assert that numbers go to the device that is given, and that documents that do not fit raise a ValueError."""
+    with contextlib.suppress(RuntimeError):  # a meta tensor has no values: code that reads some is not judged here
+        on = document_numbers([1], 2, torch.device("meta")).device.type
+        assert on == "meta", f"document_numbers should put its tensor on the device it is given; it is on the {on}."
+    try:
+        came = f"returns {document_numbers(lengths, size, torch.device('cpu'))}"
+    except ValueError:
+        return
+    except Exception as error:
+        came = f"raises {type(error).__name__}"
+    raise AssertionError(
+        f"documents of {lengths} tokens do not fit into {size}: raise a ValueError. document_numbers {came}."
+    )
 
 
 @visible("2.2", "Packed documents")
 def check_packed_documents(document_numbers, packed_documents):
-    cpu = torch.device("cpu")
     for lengths, size, expected in (([2, 1], 5, [0, 0, 1, -1, -1]), ([1, 3], 4, [0, 1, 1, 1]), ([3], 4, [0, 0, 0, -1])):
-        what, given = f"document_numbers({lengths}, {size}, cpu)", list(lengths)
-        got = document_numbers(given, size, cpu)
-        assert given == lengths, f"{what} left {given} of its list. Work on a copy."
-        assert isinstance(got, torch.Tensor) and not got.is_floating_point() and got.dtype != torch.bool, (
-            f"{what} should be a tensor of integers, and is {getattr(got, 'dtype', type(got).__name__)}"
-        )
-        hint = " Tokens after the last document are padding: -1." if -1 in expected and -1 not in got.tolist() else ""
-        assert got.tolist() == expected, f"{what} is {got.tolist()}, expected {expected}.{hint}"
-    with contextlib.suppress(RuntimeError):  # a meta tensor has no values: code that reads some is not judged here
-        on = document_numbers([1], 2, torch.device("meta")).device.type
-        assert on == "meta", f"document_numbers should put its tensor on the device it is given; it is on the {on}"
-    with contextlib.suppress(ValueError):
-        got = document_numbers([3, 2], 4, cpu)
-        raise AssertionError(f"documents of 3 and 2 tokens do not fit into 4: raise a ValueError. It returned {got}")
+        expect_numbers(document_numbers, lengths, size, expected)
+    expect_device_and_room(document_numbers, [3, 2], 4)
     rows = torch.tensor([[0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 2, -1]])
     mod = packed_documents(rows)
     hints = {
@@ -219,7 +240,7 @@ def check_windows_and_sinks(window_per_head, sinks_and_window):
         probes = {(0, 1): "It has to be causal too.", outside: "The query's own key is one of the window."}
         mistakes = {hint: other for hint, other in hints.items() if other != rows}
         expect_mask(mod, rows, what, probes=probes, b=1, h=h, mistakes=mistakes)
-    expect_program(mod, 16, "window_per_head of three windows")
+    expect_program(window_per_head(torch.tensor([501, 502, 504])), 16, "window_per_head of three long windows")
     wide, missing = "Is there one sink too many, or a window that is too wide?", "The sinks are missing."
     swapped = "The two arguments are the wrong way round."
     later = "Sinks are causal as well: no query sees a key after it."
@@ -233,4 +254,4 @@ def check_windows_and_sinks(window_per_head, sinks_and_window):
     ):  # fmt: skip
         what = f"sinks_and_window({sinks}, {window})"
         expect_mask(sinks_and_window(sinks, window), rows, what, probes=probes, mistakes={swapped: wrong})
-    expect_program(sinks_and_window(2, 3), 16, "sinks_and_window(2, 3)")
+    expect_program(sinks_and_window(500, 500), 16, "sinks_and_window(500, 500)")

@@ -101,6 +101,7 @@ def check_why_not(why_not):
                 ("a q with other strides", (turned, x, x), {}, "query.stride(-1): 16"),
                 ("a k with other strides", (x, turned, x), {}, "key.stride(-1): 16"),
                 ("tensors of two dimensions", (x[0, 0], x[0, 0], x[0, 0]), {}, "4 dimensional"),
+                ("narrow values", (x, x, x[..., :8].contiguous()), {}, "value.size(-1): 8"),
                 ("dropout", (x, x, x), {"dropout_p": 0.5}, "dropout"),
                 ("causal attention", (x, x, x), {"is_causal": True}, ""),
             ):
@@ -114,7 +115,9 @@ def check_why_not(why_not):
     got = reasons_by(why_not, "efficient", (x, x, x), {}, "why_not of efficient")
     exception = "efficient does not exist for CPU tensors, and torch says so in an exception alone: then its first line"
     assert got, f"why_not of efficient is empty. {exception} is the reason."
-    assert len(got) == 1 and "\n" not in got[0], f"why_not of efficient is {got!r}. {exception} is the only reason."
+    assert len(got) == 1 and " " in got[0] and "\n" not in got[0], (
+        f"why_not of efficient is {got!r}. {exception} is the only reason."
+    )
 
 
 def _expect_word(got: list[str], word: str, what: str, silenced: bool) -> None:
@@ -190,13 +193,13 @@ def _restoring(why_not: Callable) -> Callable:
 @visible("1.3", "A pin that pins")
 def check_pinned_sdpa(pinned_sdpa):
     """Check calls that run, and calls that torch refuses."""
-    x, turned = torch.randn(2, 4, 16, 32), torch.randn(2, 4, 32, 16).transpose(2, 3)
-    few, mask = torch.randn(2, 2, 16, 32), torch.ones(16, 16, dtype=torch.bool).tril(2)
+    x, y, z = torch.randn(3, 2, 4, 16, 32)
+    turned, few, mask = torch.randn(2, 4, 32, 16).mT, torch.randn(2, 2, 16, 32), torch.ones(16, 16).tril(2) > 0
     for backend in ("math", "flash"):
         for tensors, options in (
-            ((x, x, x), {}),
-            ((x, x, x), {"is_causal": True, "scale": 0.3}),
-            ((x, x, x), {"attn_mask": mask}),
+            ((x, y, z), {}),
+            ((x, y, z), {"is_causal": True, "scale": 0.3}),
+            ((x, y, z), {"attn_mask": mask}),
             ((x, few, few), {"enable_gqa": True}),
         ):
             got, what = expect_pinned(pinned_sdpa, backend, tensors, options)

@@ -128,7 +128,7 @@ def expect_unpacked(unpack_qkv, packed: torch.Tensor, heads: int, kv_heads: int)
     """Assert that q, k and v are views of a projection, head by head, and that flash runs them."""
     batch, tokens, width = packed.shape
     size = width // (heads + 2 * kv_heads)
-    what = f"unpack_qkv of {tuple(packed.shape)} with {heads} query heads and {kv_heads} key heads"
+    what = f"unpack_qkv of {tuple(packed.shape)}, strides {packed.stride()}, with {heads} query heads and {kv_heads} key heads"
     got = expect_items(unpack_qkv(packed, heads, kv_heads), "q, k, v", what)
     first = 0
     for name, tensor, count in zip("qkv", got, (heads, kv_heads, kv_heads), strict=True):
@@ -176,8 +176,8 @@ def expect_ready(ready_for_flash, tensor: torch.Tensor, copied: bool, what: str)
 
 @visible("4.3", "Apart without a copy")
 def check_unpack(unpack_qkv, ready_for_flash):
-    """Check two projections, and tensors with several strides."""
+    """Check a projection and a slice of one, and tensors with several strides."""
     expect_unpacked(unpack_qkv, torch.randn(2, 3, 24), 2, 1)
-    expect_unpacked(unpack_qkv, torch.randn(2, 5, 64), 4, 2)
+    expect_unpacked(unpack_qkv, torch.randn(2, 10, 64)[:, ::2], 4, 2)
     for what, (tensor, copied) in layouts_of(torch.randn(2, 3, 12, 16)).items():
         expect_ready(ready_for_flash, tensor, copied, what)
