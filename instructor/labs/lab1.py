@@ -78,8 +78,7 @@ first_try(time_work)
 #
 # {hint plan} Allocate $C$ with the shape (M, N). For each row and each column: start a sum, run over $k$, take one number
 # of $A$ and one of $B$, multiply, add; after the inner loop, write the sum to its place.
-# {hint line} Where does the sum start anew? And which of the four shapes in `a.shape` and `b.shape` does each loop need,
-# when no two are equal?
+# {hint line} Where does the sum start anew? And which of the four shapes in `a.shape` and `b.shape` does each loop need?
 
 # %% nbgrader={"grade_id": "q1_1", "solution": true}
 def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -107,8 +106,7 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # - **Run the cells in order.** After a restart of the notebook, a cell says which earlier one it needs.
 # - **Predict first.** Where it says *Before you run*, write your guess into the line `guesses[...] = None`. What was measured
 #   is printed beside it, with the score: you against the machine. A wrong guess teaches more than none.
-# - **Solve it the ordinary way, and you will never meet a rule.** What a check counts is folded below its question, and hints
-#   below that.
+# - **Solve it the ordinary way, and you will never meet a rule.** What a check counts is folded below its question; hints, too.
 #
 # The lab has two halves of about five hours, and one more for bonus questions: Parts 1 to 3 count and predict, Parts 4
 # and 5 make things fast. On a GPU it uses real sizes and 16-bit numbers, on a CPU small sizes and 32-bit numbers; what
@@ -186,8 +184,7 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 #
 # ![Naive and tiled matrix product: one element of C needs a row of A and a column of B, one tile of C a row of A tiles and a column of B tiles](assets/gemm_tiling.svg)
 #
-# Every fast GEMM on every chip is this picture. The tiles sit in registers and shared memory on a GPU, and in registers and
-# caches on a CPU.
+# Every fast GEMM on every chip is this picture. The tiles sit in registers and shared memory on a GPU, and in caches on a CPU.
 #
 # ![The memory hierarchy: each level is slower than the one above it, and none is smaller](assets/memory_hierarchy.svg)
 #
@@ -256,8 +253,7 @@ def gemm_tiled(
 #
 # {hint idea} You time work that somebody else does. So the clock may only start when they are idle, and only stop when
 # they are done.
-# {hint plan} For each call: wait, read the clock, call, wait, read the clock, keep the difference in ms. One list entry
-# for each call.
+# {hint plan} For each call: wait, read the clock, call, wait, read the clock, keep the difference in ms: one entry a call.
 
 # %% nbgrader={"grade_id": "q1_3", "solution": true}
 def time_calls(fn, n_calls: int, synchronize) -> list[float]:
@@ -311,8 +307,7 @@ plot_calls(times_ms, without_wait_ms, harness_ms, f"The same layer, n = {n}, 200
 # **Explain** (3 to 6 sentences, with numbers from your run):
 # 1. Why is the first call slow, and why is warm-up right for a benchmark?
 # 2. Which single number would you report for this layer, and why not the mean of all 200 calls?
-# 3. What would the times without waiting have told you on a GPU? If your machine has none, use what the pretend device
-#    showed.
+# 3. What would the times without waiting have told you on a GPU? If your machine has none, use the pretend device.
 
 # %% [markdown] nbgrader={"grade_id": "q1_3_explain", "grade": true, "solution": true, "points": 3}
 # 1. The first call pays for things that happen once: loading the library's kernels, choosing one for this shape,
@@ -364,8 +359,7 @@ def gemv_macs_flops_bytes(m: int, k: int, dtype: torch.dtype) -> tuple[int, int,
 ### TESTS q1_4_tests, 4 points: check_gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes)
 
 # %% [markdown]
-# **How far are your loops from the library?** The next cell times all three versions and turns latency into speed:
-# FLOPs ÷ latency.
+# **How far are your loops from the library?** The next cell times all three versions; speed is FLOPs ÷ latency.
 #
 # **Before you run.** Naive, tiled, library: guess the speed of each, to the nearest power of ten.
 
@@ -393,8 +387,7 @@ plt.show()
 # %% [markdown]
 # The naive version spends its time on Python, which asks for one number at a time. The tiled version hands over whole
 # tiles and gains a factor of ten thousand or more, but each outer product is its own operation: its result goes out to
-# memory, and comes back to be added. The library does the same arithmetic in **one** kernel whose accumulator stays in
-# registers.
+# memory, and comes back to be added. The library does the same arithmetic in **one** kernel, its sums in registers.
 
 # %% [markdown]
 # ## Triton
@@ -560,8 +553,7 @@ plot_lines({f"tiled GEMM, n = {n}, bf16": [reached[t] for t in tiles]}, tiles, "
 # %% [markdown]
 # ### Question 2.1: Arithmetic intensity {points}
 #
-# Write the intensity of GEMM and of GEMV, in FLOPs/Byte. Spell the counts out instead of calling your functions:
-# you see what cancels.
+# Write the intensity of GEMM and of GEMV, in FLOPs/Byte. Spell the counts out: you see what cancels.
 #
 # {hint plan} Write the FLOPs above and the bytes below the line, with `dtype.itemsize`. Try it on paper for $M = N = K$.
 # {hint line} Three matrices below the line, and FLOPs, not MACs, above it.
@@ -663,8 +655,7 @@ plt.show()
 # %% [markdown]
 # ### Question 2.3: From milliseconds to the roof {points}
 #
-# A *measured* point needs the speed that was reached, and sizes worth measuring lie around the one at which GEMM
-# changes sides.
+# A *measured* point needs the speed that was reached, and sizes worth measuring lie where GEMM changes sides.
 #
 # 1. `achieved_tflops`: FLOPs and a latency in **ms** give TFLOP/s.
 # 2. `smallest_compute_bound_gemm`: the smallest integer $n$ for which an $n \times n \times n$ GEMM reaches the ridge
@@ -672,8 +663,7 @@ plt.show()
 #
 # {hint idea} Put $M = N = K = n$ into the intensity of Question 2.1. It becomes a short formula in $n$.
 # {hint plan} Set it equal to the ridge and solve for $n$. For the other function: ms to seconds, then FLOP/s to TFLOP/s.
-# {hint line} $n$ is an integer that *reaches* the ridge: which way do you round, and what if the result is an integer
-# already?
+# {hint line} $n$ is an integer that *reaches* the ridge: which way do you round, and what if it is an integer?
 
 # %% nbgrader={"grade_id": "q2_3", "solution": true}
 def achieved_tflops(flops: int, latency_ms: float) -> float:
@@ -934,8 +924,7 @@ on_the_ridge(flops / n_bytes, get_ridge_point("H200", "bf16"))
 #
 # PyTorch counts, too: `FlopCounterMode` watches the operators that run, and adds up the FLOPs of the matrix products.
 #
-# **Before you run.** Prefill of 2 texts of 640 tokens. How many times your FLOPs will PyTorch count for eager attention, and how many
-# times for SDPA?
+# **Before you run.** Prefill of 2 texts of 640 tokens. How many times your FLOPs will PyTorch count for eager attention, and for SDPA?
 
 # %%
 from torch.utils.flop_counter import FlopCounterMode

@@ -135,8 +135,7 @@ def mask_costs(
 # Time it. Four calls of the library's fused attention, SDPA: no mask; a causal mask and a mask of documents, as tensors;
 # causal as a word, `is_causal=True`, which the kernel understands.
 #
-# **Before you run.** The documents leave one pair in eight. How long does attention take with that tensor, compared with no
-# mask at all?
+# **Before you run.** The documents leave one pair in eight. How long does attention take with that tensor, compared with no mask?
 
 # %%
 guesses["documents as a tensor, time over no mask"] = None  # a ratio
@@ -453,8 +452,7 @@ def count_blocks(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
 # {hint plan} FLOPs: pairs in a block, times the FLOPs of a pair, times the blocks that are computed, for each head of
 # each sequence. For the documents, draw 8 tokens with documents of 4 and blocks of 2, then documents of 2 and blocks of
 # 4.
-# {hint line} A document of n blocks a side has how many blocks? And what happens to the diagonal when several documents
-# fit into one block?
+# {hint line} A document of n blocks a side has how many blocks? And what happens to the diagonal when documents share a block?
 
 # %% nbgrader={"grade_id": "q3_2", "solution": true}
 def block_flops(counts: tuple[int, int, int], block: int, batch: int, heads: int, head_dim: int) -> int:
@@ -851,8 +849,7 @@ if can_compile():
 # ### Question 5.3: Fusion, seen in a trace {points}
 #
 # The cell profiles the same call eager and compiled, each in a named range (`nvtx_range`), draws both, and exports them as
-# Chrome traces. Drop `out/flex_eager.json` and `out/flex_compiled.json` on [ui.perfetto.dev](https://ui.perfetto.dev) to walk
-# through them.
+# Chrome traces. Drop `out/flex_eager.json` and `out/flex_compiled.json` on [ui.perfetto.dev](https://ui.perfetto.dev).
 
 # %% tags=["collapsed"]
 q, k, v = random_qkv(min(length, 1024))

@@ -67,8 +67,7 @@ def read_one(x_desc, y_ptr, PHASE: gl.constexpr, EXTRA: gl.constexpr):
 break_it(READ_ONE, {"as it should be": (0, 0), "(a) the other phase": (1, 0), "(b) 64 bytes too many": (0, 64)})
 
 # %% [markdown]
-# On a GPU (b) hangs without a word, and (a) is a number that may even be right. The dashed arrow is the order that is
-# missing.
+# On a GPU (b) hangs without a word, and (a) is a number that may even be right. The dashed arrow is the missing order.
 
 # %% [markdown]
 # ### Question 1.1: What a tile costs, and what it needs {points}
@@ -181,8 +180,7 @@ def registers_per_thread(keys: int, d: int) -> float:
 # # Part 1: What a GPU is
 #
 # An H200 has 132 SMs like the one above. Ordinary instructions wait by themselves: the hardware stops a thread until the register
-# that it needs is there. The tensor cores and the TMA do not: the program has to say so. This is where the speed is, and where the
-# bugs are.
+# that it needs is there. The tensor cores and the TMA do not: the program has to say so. Here are the speed and the bugs.
 #
 # **Before you run.** For 64 queries and head dimension 128: which of the three is the longest? How many rows of queries
 # (64, 128, 192, ...) share a block of keys when the loads are no longer the longest?
@@ -1380,8 +1378,7 @@ _ = show_timeline(answered("lab3_overlap.py"), launch, "Yours, on Hopper, 128 qu
 #
 # {hint plan} 1: subtract the columns. Multiply registers by threads before and after the move. 2: look at what the TMA
 # instruction is given. 3: go through 5.3 line by line: in which row of the other timeline does the same happen?
-# {hint line} Free registers are only part of the answer: what lies in tensor memory must be fetched before the softmax
-# can use it.
+# {hint line} Free registers are only part of the answer: what lies in tensor memory must be fetched before the softmax.
 
 # %% [markdown] nbgrader={"grade_id": "q5_4", "grade": true, "solution": true, "points": 6}
 # 1. More mbarrier operations (full and empty), `USETMAXREG`: the producer gives registers back (24 a thread), the

@@ -73,13 +73,11 @@ def backends_in(operators: list[str]) -> list[str]:
 ### TESTS q1_1_tests, 4 points: check_backends_in(backends_in)
 
 # %% [markdown]
-# The check made two calls of the same shape. One ran flash, one math: only the strides differ. That was enough to lose flash,
-# without a word.
+# The check made two calls of the same shape. One ran flash, one math: only the strides differ. That lost flash, without a word.
 #
 # ## How to work
 #
-# Everything goes as in lab 1: run the cells in order, and write a guess into the line `guesses[...] = None` before you
-# run one.
+# Everything goes as in lab 1: run the cells in order, and write a guess into `guesses[...] = None` first.
 #
 # <details>
 # <summary>What the lab holds, and its {points:regular} points</summary>
@@ -566,8 +564,7 @@ def attention_backward(q, k, v, out, lse, dout) -> tuple[torch.Tensor, torch.Ten
 # Forward did not keep $P$: for 16 heads of 16384 tokens it would be 8.6 GB in bf16, and the log-sum-exp is 1 MB. The price is one
 # product more. Forward and backward, timed:
 #
-# **Before you run.** How many times the FLOPs of forward do both passes take, and how many times its
-# time?
+# **Before you run.** How many times the FLOPs, and the time, of forward do both passes take?
 
 # %%
 both_flops = None  # your line: FLOPs of both passes over those of forward
@@ -765,8 +762,7 @@ def split_kv_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, splits
 #
 # {hint plan} Waves from programs times splits, keys of a part from kv_len over splits, tiles from those. Multiply, and add the
 # merge if there is one. For the best number try all from 1 to `most`.
-# {hint line} Three things are rounded up, one after the other. With one split there is nothing to merge. And of equal times the
-# first one is wanted.
+# {hint line} Three things are rounded up, one after the other. With one split there is nothing to merge. Of equal times, take the first.
 
 # %% nbgrader={"grade_id": "q3_3", "solution": true}
 def decode_us(
@@ -887,8 +883,7 @@ if on_gpu:
 #
 # {hint plan} Put one query into your formula and let L grow. Read the table of queries: where does the time begin to rise, and what
 # did the ridge say? For split-KV count FLOPs and bytes with and without.
-# {hint line} For 3, count programs against multiprocessors at batch 1 and at batch 64. For 4, ask which of the two, bytes or FLOPs,
-# is the limit.
+# {hint line} For 3, count programs against multiprocessors at batch 1 and at batch 64. For 4: are bytes or FLOPs the limit?
 
 # %% [markdown] nbgrader={"grade_id": "q3_4", "grade": true, "solution": true, "points": 4}
 # 1. I = 2·g·q·L / ((g·q + L)·b). For q = 1 and long L it approaches 2·g/b: 1 FLOP/Byte in bf16 without a group, 8 with a
@@ -1145,8 +1140,7 @@ def rounded_attention(
 ### TESTS q5_1_tests, 7 points: check_rounded_attention(rounded_attention)
 
 # %% [markdown]
-# Now find for each backend a recipe with the same error: below are the errors of some recipes, and those of the real backends in
-# bf16.
+# Now find for each backend a recipe with the same error: below are the errors of some recipes, and of the real backends in bf16.
 #
 # **Before you run.** Which single rounding costs most: of the scores, of $P$, of the output? And does math, with its
 # score matrix in memory, have the larger error or the smaller one?
@@ -1384,8 +1378,7 @@ def dequantize_fp8(x8: torch.Tensor, scale: torch.Tensor, block: int | None = No
 # with `q`, `k` and `v` in FP8; the products are computed in fp32. Only the rounding counts, so every machine gives these numbers.
 #
 # **Before you run.** bf16 rounds by up to 2⁻⁸ of a number, e4m3 by up to 2⁻⁴. What error do you expect? From which factor on does a
-# scale for each token save a third of the error: 100, 10,000 or 100,000? And where would INT8 need it, whose steps are all of one
-# size?
+# scale for each token save a third of the error: 100, 10,000 or 100,000? And where would INT8 need it, whose steps are equal?
 
 # %%
 kinds_of_scale = {"one scale": None, "blocks of 64": 64, "a scale for each token": 1}
@@ -1535,8 +1528,7 @@ plot_case(grid)
 # **The case is closed.** One query multiplies next to nothing: bytes are the limit, so a kernel for an old chip loses nothing, and
 # cuDNN splits the keys where there are few programs. With four queries another kernel answers. It could multiply faster, and that
 # does not help; it never splits, so a call of 4 programs reads with 4 of 132 multiprocessors. Flash splits there. From about 32
-# programs on the chip is full, and cuDNN wins again. The rule of Question 1.4 sees none of this: it asks for versions, not for
-# shapes.
+# programs on the chip is full, and cuDNN wins again. The rule of Question 1.4 sees none of this: it asks for versions, not shapes.
 #
 # The sweep also measured shapes at random, off the grid. They were *held out*: a rule that was made to fit the grid has not seen
 # them. Write a rule into the next cell, and run it until you would take it to work.
