@@ -75,7 +75,7 @@ def jupyter_command(notebook: Path, port: int | None, instructor: bool = False) 
     if port is not None:
         command.append(f"--ServerApp.port={port}")
     if not has_display():
-        command += ["--no-browser", "--ServerApp.no_browser_open_file=True"]  # nobody can open a file of this machine
+        command.append("--no-browser")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")
     return command
@@ -139,6 +139,7 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 
 
 def _load_jupyter_server_extension(server: Any) -> None:
+    server.no_browser_open_file = not has_display()  # nobody can open a file of this machine
     server.contents_manager.register_pre_save_hook(keep_language_version)
     show_language_version(server.contents_manager)
     start_sources_at_the_top(server.kernel_manager)
