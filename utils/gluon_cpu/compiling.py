@@ -38,7 +38,6 @@ INSTRUCTIONS = {
     "register moves": r"\bUSETMAXREG",
 }
 
-
 # Instructions worth reading beside the line of source that they come from.
 READABLE = {
     "PTX": r"cp\.async|wgmma\.|mbarrier\.|fence\.proxy\.async|bar(rier)?\.(cta\.)?sync|setmaxnreg|ex2\.approx|(ld|st)\.(global|shared)",

@@ -123,6 +123,8 @@ def _assign(value, label: str | tuple[str, ...]):
         value = value.value
     if isinstance(value, NUMBERS):
         return to_tensor(value)
+    if value is None and isinstance(label, tuple):
+        refuse("kernel", f"`{', '.join(label)}` are taken from a function that returns nothing: is its return missing?")
     if label:
         _hold(value, label)
     if isinstance(value, tuple):
@@ -164,8 +166,7 @@ def _two_values(follower, other, names: tuple[str, str]) -> None:
 
 def _layout(value, label: str):
     """Refuse a layout that is assigned as if it were a value of the kernel."""
-    name = label or "name"
-    refuse("kernel", f"A layout is a compile-time constant: write `{name}: gl.constexpr = ...`.")
+    refuse("kernel", f"A layout is a compile-time constant: write `{label or 'name'}: gl.constexpr = ...`.")
 
 
 def _unnamed_layout(value):

@@ -146,6 +146,10 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
             for i in range(first, n):
                 gl.store(y_ptr + i, 1.0)
             begin = 0
+    if BUG == "no return":
+        bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        # found: no return
+        bar, phase = initialize(bar)
     if BUG == "variable behind its loop":
         for at in gl.static_range(2):  # this one stays what it was in the last turn
             gl.store(y_ptr + at, 1.0)
