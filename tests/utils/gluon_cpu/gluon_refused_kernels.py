@@ -149,7 +149,7 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
     if BUG == "no return":
         bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         # found: no return
-        bar, phase = initialize(bar)
+        bar, _phase = initialize(bar)
     if BUG == "variable behind its loop":
         for at in gl.static_range(2):  # this one stays what it was in the last turn
             gl.store(y_ptr + at, 1.0)

@@ -32,7 +32,7 @@ REFUSED = {
     "endless loop": ("endless loop", "steps"),
     "two names for one value": ("kernel", "Write `before = place + 0` before the loop"),
     "only bounds": ("kernel", "never changes `begin`"),
-    "no return": ("kernel", "`bar, phase` are taken from a function that returns nothing"),
+    "no return": ("kernel", "`bar, _phase` are taken from a function that returns nothing"),
     "variable behind its loop": ("kernel", "`at` is the variable of a loop"),
     "step of the run": ("kernel", "step of -1"),
     "false promise": ("kernel", "the condition does not hold"),
