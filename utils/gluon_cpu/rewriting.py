@@ -133,16 +133,16 @@ def _only_bounds(loop: ast.For, reads: list[ast.Name]) -> set[str]:
     """Names that a loop carries from turn to turn for nothing but the bounds of inner loops. reads: of all names of the kernel."""
     nodes = [node for statement in loop.body for node in ast.walk(statement)]
     bounds = [node.iter for node in nodes if isinstance(node, ast.For) and "static_range" not in ast.unparse(node.iter)]
-    changes = sorted((x for x in nodes if isinstance(x, ast.Assign | ast.AugAssign)), key=lambda x: -x.lineno)
+    changes = sorted((x for x in nodes if isinstance(x, ast.Assign | ast.AugAssign)), key=lambda x: x.lineno)
     moves = [node for node in changes if not any(isinstance(part, ast.Call) for part in ast.walk(node.value))]
     apart = {id(name) for name in _reads([*bounds, *(move.value for move in moves)])}
     used, bounding = {name.id for name in reads if id(name) not in apart}, {name.id for name in _reads(bounds)}
     for move in moves * len(moves):  # what it reads is used for what its names are used for
         for purpose in (used, bounding):
             purpose |= {name.id for name in _reads([move.value])} if purpose & {*_assigned([move])} else set()
-    changed = {name: change.lineno for change in changes for name in _assigned([change])}  # the first line of each
-    added = {name for change in changes if isinstance(change, ast.AugAssign) for name in _assigned([change])}
-    carried = {name.id for name in reads if name.id in added or name.lineno <= changed.get(name.id, 0)}
+    first = {name: change for change in changes[::-1] for name in _assigned([change])}
+    carried = {name.id for name in reads if name.id in first and name.lineno <= first[name.id].lineno}
+    carried |= {name for name, change in first.items() if isinstance(change, ast.AugAssign)}
     return carried & bounding - used
 
 

@@ -196,10 +196,9 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     busy = min(1.0, items.number * plan.cluster / sms)
     loads = BYTES * busy**FEW * (plan.block_m + plan.brought / plan.cluster) * BLOCK_K / 512
     kb_c = plan.block_m * plan.block_n / 512
-    time = (whole * steps + parts * ceil_div(steps, items.split)) * max(products, loads) + parts * (PART + LEAVE * kb_c)
-    time += (whole + parts) / min(whole + parts, plan.short or 1) * (TILE + STORE * kb_c) + (
-        0 if plan.short else LAUNCH
-    )
+    steps_in_all = whole * steps + parts * ceil_div(steps, items.split)
+    time = (0.0 if plan.short else LAUNCH) + steps_in_all * max(products, loads) + parts * (PART + LEAVE * kb_c)
+    time += (whole + parts) / min(whole + parts, plan.short or 1) * (TILE + STORE * kb_c)
     return time + (ADD * 8 * kb_c / plan.warps * items.split if items.rest else 0)
 
 

@@ -139,6 +139,10 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
             for i in range(count):
                 gl.store(y_ptr + i + k * count, 1.0)
             count += 1
+            fresh = k * 2
+            fresh += 1  # and this one begins anew in each turn
+            for i in range(fresh):
+                gl.store(y_ptr + i, 1.0)
         begin = n - 64
         # found: only bounds
         for _ in range(2):
