@@ -43,7 +43,7 @@ versions.adopt_newest_gluon_names()
 
 @gluon.jit
 def zeros(PLAN: gl.constexpr):
-    """The sums of a tile. Made anew for each tile, so that their registers are free while parts are added up."""
+    """The sums of a tile. Made anew for each tile."""
     ROWS: gl.constexpr = PLAN.block_m
     WARPS: gl.constexpr = PLAN.warps
     COLUMNS: gl.constexpr = PLAN.columns
@@ -79,7 +79,7 @@ def products(work, ring, acc, source, i, first, last, TILE: gl.constexpr):
 
 
 @gluon.jit
-def consumer(work, ring, out, partial):
+def consumer(work, ring, out, sums):
     """One warpgroup for 64 rows: the products of each tile, or of a part of its steps."""
     PLAN: gl.constexpr = work.PLAN
     i = gl.to_tensor(0)
@@ -91,7 +91,7 @@ def consumer(work, ring, out, partial):
         for WIDTH in gl.static_range(4 * STEP, PLAN.block_n + 1, STEP):
             if work.width == WIDTH:  # a loop for each width
                 acc, i = products(work, ring, acc, 0, i, first, last, PLAN.tile(WIDTH))
-        store_item(work, out, partial, acc, item, row, column)
+        store_item(work, out, sums, acc, item, row, column)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
@@ -126,13 +126,13 @@ def producer(work, ring, a_desc, b_desc):
 
 @gluon.jit(do_not_specialize=["rows", "columns", "steps", "items", "whole", "split", "slots", "eighths"])
 def gemm_kernel(
-    sums, counts, a_desc, b_desc, c, tail, rows, columns, steps, items, whole, split, slots, eighths, PLAN: gl.constexpr
+    sums, a_desc, b_desc, c, tail, rows, columns, steps, items, whole, split, slots, eighths, PLAN: gl.constexpr
 ):
     """The warp-specialized kernel: allocate ring and barriers, then start the roles.
 
     The descriptors bring boxes of the launch's tiles, which have `eighths` times eight columns. The other numbers are those of `Work`;
     behind pointers and descriptors all of them lie in one line of constants.
-    Sums of tiles in parts are fp32 (tiles, parts, block_m, block_n), and counts int32, all zero (tiles).
+    Sums of tiles in parts are fp32 (tiles, parts, numbers of a tile).
     """
     ring = allocate_ring(a_desc.dtype, PLAN)
     work = Work(rows, columns, steps, items, whole, split, slots, eighths * 8, PLAN)
@@ -140,7 +140,7 @@ def gemm_kernel(
     # The first role has num_warps, and the registers that are left. Then come the others' warps, and registers of a thread of each.
     gl.warp_specialize(
         [
-            (consumer, (work, ring, (c, tail, buffers), (sums, counts))),
+            (consumer, (work, ring, (c, tail, buffers), sums)),
             (producer, (work, ring, a_desc, b_desc)),
             (join_cluster, (PLAN,)),  # warps without a role: all warps of all blocks have to come
             (join_cluster, (PLAN,)),
@@ -151,7 +151,7 @@ def gemm_kernel(
 
 
 @gluon.jit(do_not_specialize=["rows", "columns", "steps", "items", "whole", "split"])
-def short_kernel(sums, counts, a_desc, b_desc, c, rows, columns, steps, items, whole, split, PLAN: gl.constexpr):
+def short_kernel(sums, a_desc, b_desc, c, rows, columns, steps, items, whole, split, PLAN: gl.constexpr):
     """The short kernel: compute one tile of C, or one part of its sums. The arguments are those of `gemm_kernel`."""
     SLOTS: gl.constexpr = PLAN.slots
     ring = allocate_ring(a_desc.dtype, PLAN)
@@ -166,5 +166,5 @@ def short_kernel(sums, counts, a_desc, b_desc, c, rows, columns, steps, items, w
     let_next_launch_begin()  # only now, as in `producer`
     acc, _ = products(work, ring, zeros(PLAN), source, gl.to_tensor(0), first, last, PLAN)
     buffers = gl.allocate_shared_memory(c.dtype, [PLAN.buffers] + c.block_type.shape, c.layout)  # noqa: RUF005
-    store_item(work, (c, c, buffers), (sums, counts), acc, item, row, column)
+    store_item(work, (c, c, buffers), sums, acc, item, row, column)
     tma.store_wait(0)  # shared memory must live until TMA has read it

@@ -19,9 +19,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from utils.kernels.assembling import reassembled
 from utils.kernels.gemm_gluon import gemm_kernel, short_kernel
 from utils.kernels.gemm_plan import BLOCK_K, Plan, ceil_div, choose, clusters_at_once, items_of
-from utils.kernels.gemm_work import OWN, SHARED
-from utils.kernels.handle import Handle
-from utils.kernels.workspace import workspace
+from utils.kernels.gemm_work import OWN, SHARED, add_kernel
+from utils.kernels.handle import Handle, start
+
+# Of the second launch: with 64 registers a thread reads ten parts at once.
+ADDING = {"num_warps": 2, "maxnreg": 64, "launch_pdl": True}
 
 
 def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
@@ -50,9 +52,8 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     if not a.is_cuda:  # the simulator has no clusters, and products as wide as tensors
         plan = compiled_for = replace(plan, cluster=1, block_n=plan.columns)
     items = items_of(m, n, plan, split, sms)
-    # Not by what `workspace` returns for nothing: a kernel with other types of arguments would be compiled once more.
-    partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * compiled_for.block_n)
-    counters = max(1, plan.cluster * items.rest)
+    # At least one: a kernel with other types of arguments would be compiled once more.
+    partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * plan.block_n)
     # The short kernel has a block for each item; the other a block an SM, or an item where there are fewer.
     groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
     kernel, blocks = short_kernel if plan.short else gemm_kernel, groups * plan.cluster
@@ -65,6 +66,9 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     sizes += (compiled_for,) if plan.short else (plan.slots, plan.block_n // 8, compiled_for)
     outputs = len(plan.boxes) - 2  # descriptors of C
     options = {"num_warps": plan.warps, "launch_pdl": True}
+    adding = (rows, columns, items.whole, items.split, plan.cluster, plan.block_m, plan.block_n // 8)
+    adding += int(plan.transposed), shape[0], ceil_div(shape[1], 8)
+    pieces = items.rest * plan.cluster, plan.block_m * plan.block_n // 256
 
     def described(a: torch.Tensor, b: torch.Tensor, *c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
         c_rows = [*shape], [c[0].stride(0), 1]
@@ -74,15 +78,21 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
         c = padded(shape, a) if c is None else c
         a, b = (b, a) if plan.transposed else (a, b)
-        start(*workspace(c, partial_sums, counters), a, b, *[c] * outputs)
+        sums = torch.empty(partial_sums, dtype=torch.float32, device=c.device)
+        if a.is_cuda:
+            start(handles, tuple([x.data_ptr() for x in (sums, a, b, c)]))
+            return c.contiguous()
+        kernel[(blocks,)](sums, *described(a, b, *[c] * outputs), *sizes, **options)
+        if items.rest:
+            add_kernel[pieces](sums, c._base, *adding, **ADDING)
         return c.contiguous()
 
     if not a.is_cuda:
-        start = lambda *x: kernel[(blocks,)](*x[:2], *described(*x[2:]), *sizes, **options)  # noqa: E731
         return launch
     c = padded(shape, a)
     with torch.cuda.device(a.device):
-        tensors = (*workspace(c, partial_sums, counters), *described(a, b, *[c] * outputs))
+        sums = torch.empty(partial_sums, dtype=torch.float32, device=a.device)
+        tensors = (sums, *described(a, b, *[c] * outputs))
         compiled = adapted(kernel.warmup(*tensors, *sizes, grid=(blocks,), **options), plan)
         _ = compiled.run  # Triton loads the kernel, once for tiles of all widths
         if not plan.short:
@@ -91,7 +101,11 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
             meta = [{**x, "block_size": [rows, min(64, columns)]} for x, (rows, columns) in boxes]
             compiled = copy.copy(compiled)
             compiled.metadata = compiled.metadata._replace(tensordesc_meta=meta)
-        start = Handle(compiled, (groups,), tensors, sizes, a.device.index, plan.cluster)
+        places = [(i, 0) for i in (0, 1, 2, 3, 3)][: len(tensors)]
+        handles = (Handle(compiled, (groups,), tensors, sizes, a.device.index, plan.cluster, places),)
+        if items.rest:
+            added = add_kernel.warmup(sums, c, *adding, grid=pieces, **ADDING)
+            handles += (Handle(added, pieces, (sums, c), adding, a.device.index, places=[(0, 0), (3, 0)]),)
     return launch
 
 
@@ -227,7 +241,7 @@ def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     plan = plan.kernel
     descriptors = zip(("a_desc", "b_desc", "c", "tail"), plan.declared, strict=False)
     signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in descriptors}
-    signature |= {"sums": "*fp32", "counts": "*i32"}
+    signature |= {"sums": "*fp32"}
     signature |= dict.fromkeys(("rows", "columns", "steps", "items", "whole", "split", "slots", "eighths"), "i32")
     kernel = short_kernel if plan.short else gemm_kernel
-    return adapted(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums", "counts"], plan.warps), plan)
+    return adapted(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums"], plan.warps), plan)

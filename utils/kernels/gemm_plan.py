@@ -10,12 +10,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-SHARED_KILOBYTES = 227 - 1  # that an SM of an H100 or H200 gives a block, less what barriers take
+SHARED_KILOBYTES = (
+    227 - 3
+)  # that an SM of an H100 or H200 gives a block, less what barriers take and two blocks of `add_kernel`
 BLOCK_K = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
 STEP = 16  # columns by which tiles of the persistent kernel differ; the narrowest has four times as many
 SLOTS = 8  # of a ring, at most
 GROUP_M = 16  # rows of tiles that are walked abreast, for the L2
-SPLITS = (1, 2, 3, 4, 6, 8)  # parts along K of a tile that would leave SMs idle
+SPLITS = tuple(range(1, 17))  # parts along K of a tile that would leave SMs idle
 AT_ONCE = {2: 66, 4: 30}  # clusters of so many blocks on an H100 or H200 with 132 SMs, as the driver says
 
 
@@ -174,14 +176,14 @@ PLANS = tuple(p.tile(n) for p in KERNELS for n in range(p.block_n if p.short els
 
 
 # Constants of a model of the kernels' time, in microseconds: between that of a call with a cold L2 and that of one behind another.
-# They were fitted to 3,500 times at 680 drawn products on an H200, so that the plan chosen takes little longer than the fastest.
-LAUNCH = 1.55  # of the persistent kernel, more than of the short one
-PRODUCT = 0.66  # of 2**21 multiplications on one SM
-BYTES = 0.02  # of a KB of A and B that each SM reads, where all SMs do
-FEW = 0.118  # the power of the share of SMs that run, by which their bytes take less
-TILE, STORE = 2.48, 0.0086  # of a tile's start and end, and of a KB of it
-PART, LEAVE = 1.03, 0.134  # of a part, and of a KB of C whose sums it leaves
-ADD = 0.0226  # of a KB of sums that four warps read in the last part
+# They were fitted to 10,000 times at 2,600 drawn products on an H200, so that the plan chosen takes little longer than the fastest.
+LAUNCH = 1.51  # of the persistent kernel, more than of the short one
+PRODUCT = 0.683  # of 2**21 multiplications on one SM
+ALONE = 0.063  # of a step, where four warps of the persistent kernel multiply: nothing else is queued while they wait
+BYTES = 0.0197  # of a KB of A and B that each SM reads, where all SMs do
+FEW = 0.158  # the power of the share of SMs that run, by which their bytes take less
+TILE, STORE = 2.255, 0.0119  # of a tile's start and end, and of a KB of it
+ADD, READ = 1.34, 0.203  # of the launch that adds up parts, and of a KB of C whose sums each SM leaves and reads
 
 
 def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
@@ -193,13 +195,16 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     items, once, steps = items_of(m, n, plan, split, sms), clusters_at_once(plan.cluster, sms), ceil_div(k, BLOCK_K)
     whole, parts = ceil_div(items.whole, once), ceil_div(items.rest * items.split, once)
     products = PRODUCT * plan.block_m * plan.block_n * BLOCK_K / 2**21
+    products += 0 if plan.short or plan.warps == 8 else ALONE
     busy = min(1.0, items.number * plan.cluster / sms)
     loads = BYTES * busy**FEW * (plan.block_m + plan.brought / plan.cluster) * BLOCK_K / 512
     kb_c = plan.block_m * plan.block_n / 512
     steps_in_all = whole * steps + parts * ceil_div(steps, items.split)
-    time = (0.0 if plan.short else LAUNCH) + steps_in_all * max(products, loads) + parts * (PART + LEAVE * kb_c)
-    time += (whole + parts) / min(whole + parts, plan.short or 1) * (TILE + STORE * kb_c)
-    return time + (ADD * 8 * kb_c / plan.warps * items.split if items.rest else 0)
+    time = (0.0 if plan.short else LAUNCH) + steps_in_all * max(products, loads)
+    time += ceil_div(whole + parts, plan.short or 1) * (TILE + STORE * kb_c)
+    if items.rest:
+        time += ADD + READ * items.rest * items.split * plan.cluster / sms * kb_c
+    return time
 
 
 def choose(m: int, n: int, k: int, a_column_major: bool, b_column_major: bool, sms: int) -> tuple[Plan, int]:

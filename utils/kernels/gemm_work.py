@@ -2,8 +2,8 @@
 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs idle. So
 the tiles that do not fill a round may be cut along K. An item of work is a tile of C, or one of `split` parts of its steps. A part
-leaves its sums in global memory and counts; the part that counts last adds all of them in their order, so that the same bits
-come out twice, and no program waits for another.
+leaves its sums in global memory, and a second launch adds them up in their order: the same bits come out twice, no program waits
+for another, and all SMs add.
 
 **Clusters.** Blocks whose tiles lie below each other read the same columns of B. As a thread block cluster they start together,
 and TMA can bring what it reads once to the shared memory of all ("multicast"). So of two blocks each fetches half of the shared
@@ -28,7 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from utils.kernels import gemm_plan
-from utils.kernels.early_launch import instruct
+from utils.kernels.early_launch import instruct, let_next_launch_begin, wait_for_launch_before
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -36,7 +36,7 @@ aggregate = gluon.aggregate
 BLOCK_K, GROUP_M = gl.constexpr(gemm_plan.BLOCK_K), gl.constexpr(gemm_plan.GROUP_M)
 SHARED, OWN = "for all blocks of the cluster", "for this block"
 MARK_SHARED, MARK_OWN = (gl.constexpr(f"mov.u32 $0, 0; // {mark}") for mark in (SHARED, OWN))
-STEP = gl.constexpr(gemm_plan.STEP)
+STEP, MOST_PARTS = gl.constexpr(gemm_plan.STEP), gl.constexpr(max(gemm_plan.SPLITS))
 KNOW = gl.constexpr("{ .reg .pred p; setp.lt.s32 p, $1, 0; @p trap; } mov.u32 $0, 0;")
 JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
 
@@ -52,6 +52,18 @@ def join_cluster(PLAN: gl.constexpr, STEPS: gl.constexpr = JOIN):
 def quotient(x, y):
     """Return x // y for x below 2**21, where no rounding reaches the next integer: the first copy waits for it."""
     return ((x + 0.5) / (y + 0.0)).to(gl.int32)
+
+
+@gluon.jit
+def place(tile, rows, columns, GROUP):
+    """Row and column of a tile. Tiles are numbered down GROUP rows, then along."""
+    above = 0
+    if rows > GROUP:
+        above = quotient(tile, GROUP * columns) * GROUP
+        rows = min(rows - above, GROUP)
+    tile -= above * columns
+    column = quotient(tile, rows)
+    return above + tile - column * rows, column
 
 
 @aggregate
@@ -82,10 +94,7 @@ class Work:
 
     @gluon.jit
     def locate(self, item):
-        """An item's first step along K and the one behind its last, and the first row and column of this block's tile.
-
-        Tiles are numbered down GROUP_M rows of tiles, then along.
-        """
+        """An item's first step along K and the one behind its last, and the first row and column of this block's tile."""
         tile, first, last = item, 0, self.steps
         if item >= self.whole:
             part = item - self.whole
@@ -93,15 +102,8 @@ class Work:
             within = part % self.split
             first = within * self.steps // self.split
             last = (within + 1) * self.steps // self.split
-        GROUP: gl.constexpr = GROUP_M // self.PLAN.cluster
-        above = 0
-        rows = self.rows
-        if rows > GROUP:
-            above = quotient(tile, GROUP * self.columns) * GROUP
-            rows = min(rows - above, GROUP)
-        tile -= above * self.columns
-        column = quotient(tile, rows)
-        row = (above + tile - column * rows) * self.PLAN.cluster + gl.program_id(0) % self.PLAN.cluster
+        row, column = place(tile, self.rows, self.columns, GROUP_M // self.PLAN.cluster)
+        row = row * self.PLAN.cluster + gl.program_id(0) % self.PLAN.cluster
         return first, last, row * self.PLAN.block_m, column * self.width
 
     @gluon.jit
@@ -225,50 +227,44 @@ def operands(work, ring, slot, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def sums_of(work, partial, item, part, column, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Pointers to some columns of the sums of a part of an item's tile, in global memory."""
+def leave_part(work, sums, acc, item):
+    """Leave a part's sums in global memory: eight columns by eight, each in the order in which threads hold the sums of wgmma."""
     ROWS: gl.constexpr = work.PLAN.block_m
-    PITCH: gl.constexpr = work.PLAN.block_n
-    tile, _ = work.tile_and_part(item)
-    place = (tile * work.split + part).to(gl.int64) * (ROWS * PITCH)
-    m = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    return partial[0] + place + m[:, None] * PITCH + n[None, :]
-
-
-@gluon.jit
-def leave_part(work, partial, acc, item):
-    """Leave a part's sums in global memory, and tell whether all parts of the tile are there now."""
+    EIGHTS: gl.constexpr = work.PLAN.columns // 8
+    x = acc.reshape([ROWS // 16, 2, 8, EIGHTS, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([EIGHTS, ROWS * 8])
+    eight = gl.arange(0, EIGHTS, gl.SliceLayout(1, x.type.layout))[:, None]
     tile, part = work.tile_and_part(item)
-    COLUMNS: gl.constexpr = work.PLAN.columns
-    layout: gl.constexpr = acc.type.layout
-    inside = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)) < work.width
-    gl.store(sums_of(work, partial, item, part, 0, COLUMNS, layout), acc, mask=inside[None, :])
-    # All threads have stored before one of them counts: whoever counts last reads what all have stored.
-    gl.barrier()
-    counter = partial[1] + tile
-    count = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    if count == work.split - 1:
-        gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")  # the next launch finds it as this one did
-    return count == work.split - 1
+    begin = sums + (tile * work.split + part).to(gl.int64) * (ROWS * work.width)
+    places = eight * (ROWS * 8) + gl.arange(0, ROWS * 8, gl.SliceLayout(0, x.type.layout))[None, :]
+    gl.store(begin + places, x, mask=eight * 8 < work.width)
 
 
-@gluon.jit
-def summed_piece(work, partial, item, i):
-    """Piece i of a tile, summed over its parts in their order, whichever part was the last to arrive."""
-    ROWS: gl.constexpr = work.PLAN.block_m
-    COLUMNS: gl.constexpr = work.PLAN.piece[1]
-    WARPS: gl.constexpr = work.PLAN.warps
-    TOGETHER: gl.constexpr = 4  # parts that are read at a time: one alone would wait for memory once for each part
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [WARPS, 1], [1, 0])
-    total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    inside = i * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :] < work.width
-    for start in range(0, work.split, TOGETHER):
-        for j in gl.static_range(TOGETHER):
-            place = sums_of(work, partial, item, start + j, i * COLUMNS, COLUMNS, layout)
-            # The L1 may hold what was there before.
-            total += gl.load(place, mask=inside & (start + j < work.split), other=0.0, cache_modifier=".cg")
-    return total
+@gluon.jit(
+    do_not_specialize=["rows", "columns", "whole", "split", "cluster", "block_m", "eighths", "transposed", "m", "n"]
+)
+def add_kernel(sums, c, rows, columns, whole, split, cluster, block_m, eighths, transposed, m, n):
+    """Add up the parts of tiles in their order, and store them in C: each program 256 numbers of one tile.
+
+    C has m rows, and in memory n eights of columns; of the tile's columns there are `eighths`.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [2, 1], [1, 0])
+    tile = gl.program_id(0)
+    row, column = place(whole + tile // cluster, rows, columns, GROUP_M // cluster)
+    four = gl.program_id(1) * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    one = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    eight, within = four // (block_m * 2), four % (block_m * 2)
+    y = (row * cluster + tile % cluster) * block_m + within // 32 * 16 + one // 2 * 8 + within // 4 % 8
+    x = (column * eighths + eight) * 8 + within % 4 * 2 + one % 2
+    places = sums + (tile * split).to(gl.int64) * (block_m * eighths * 8) + four * 4 + one
+    total = gl.zeros([64, 4], gl.float32, layout)
+    wait_for_launch_before()
+    let_next_launch_begin()
+    for part in gl.static_range(MOST_PARTS):
+        # The L1 may hold what was there before.
+        mask = (one >= 0) & (part < split)
+        total += gl.load(places + part * (block_m * eighths * 8), mask=mask, other=0.0, cache_modifier=".cg")
+    y, x = gl.where(transposed != 0, x, y), gl.where(transposed != 0, y, x)
+    gl.store(c + y.to(gl.int64) * (n * 8) + x, total.to(c.dtype.element_ty), mask=(y < m) & (x < n * 8))
 
 
 @gluon.jit
@@ -305,18 +301,16 @@ def store_piece(work, out, piece, i, row, column):
 
 
 @gluon.jit
-def store_item(work, out, partial, acc, item, row, column):
-    """Store a tile of C, or leave a part's sums; the part that is the last to arrive stores their total."""
+def store_item(work, out, sums, acc, item, row, column):
+    """Store a tile of C, or leave a part's sums."""
     PIECES: gl.constexpr = work.PLAN.pieces
     dtype: gl.constexpr = out[0].dtype
     if not work.PLAN.short:
         tma.store_wait(0)  # an odd number of pieces ends with the buffer that the next tile begins with
-    if item < work.whole:
+    if item >= work.whole:  # in this order: whole tiles of short products would take a twentieth longer
+        leave_part(work, sums, acc, item)
+    else:
         pieces = column_pieces(acc.to(dtype), PIECES)
         for i in gl.static_range(PIECES):
             if work.PLAN.short or i * work.PLAN.piece[1] < work.width:
                 store_piece(work, out, pieces[i], i, row, column)
-    elif leave_part(work, partial, acc, item):
-        for i in range(gl.cdiv(work.width, work.PLAN.piece[1])):
-            piece = summed_piece(work, partial, item, i).to(dtype)
-            store_piece(work, out, piece, i, row, column)

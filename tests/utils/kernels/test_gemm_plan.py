@@ -15,7 +15,7 @@ from utils.kernels.gemm_plan import BLOCK_K, GROUP_M, KERNELS, PLANS, SPLITS, ch
 
 CODE = kernel_code(
     "utils/kernels/gemm_work.py",
-    "@aggregate\nclass Work",
+    "@gluon.jit\ndef place",
     "# The ring is",
     quotient=lambda x, y: Number(np.float32(x + 0.5) / np.float32(y)),
     BLOCK_K=BLOCK_K,
@@ -84,7 +84,7 @@ def test_each_tile_of_many_more_sizes_is_computed_once(seed):
 
 
 def test_every_plan_fits_and_is_whole():
-    assert len(set(KERNELS)) == len(KERNELS) <= 12
+    assert len(set(KERNELS)) == len(KERNELS) < 12  # and one adds up parts
     for plan in PLANS:
         assert plan.kernel in KERNELS and plan.block_m in (64, 128)
         assert plan.short or 16 <= plan.boxes[3][plan.transposed - 1] <= 64
@@ -93,7 +93,7 @@ def test_every_plan_fits_and_is_whole():
             plan = replace(plan, b_column_major=column_major)
             kernel = plan.kernel
             ring, buffers = (128 * plan.slots * (plan.block_m + plan.brought), 2 * kernel.block_m * kernel.piece[1] * 2)
-            assert ring <= 1024 * kernel.ring_kilobytes <= 226 * 1024 - (not plan.short) * buffers
+            assert ring <= 1024 * kernel.ring_kilobytes <= 224 * 1024 - (not plan.short) * buffers
             assert plan.slots >= kernel.slots >= 3
             assert plan.b_box[0] % 8 == 0 and plan.b_box[1] >= 32  # rows of the swizzle
             each = plan.brought * BLOCK_K // plan.cluster  # elements that a block fetches
@@ -120,5 +120,5 @@ def test_at_most_twelve_kernels_are_compiled_for_a_dtype_and_an_order_of_the_ope
     """All that a kernel is compiled for is its plan, which has the orders, and the dtype."""
     shapes, start = draw_shapes(seed=2026, count=122), time.perf_counter()
     kernels = {replace(chosen(s)[0].kernel, a_column_major=False, b_column_major=False) for s in shapes}
-    assert 4 < len(kernels) <= 12
+    assert 4 < len(kernels) < 12  # and one adds up parts
     assert time.perf_counter() - start < 122 * 0.02  # a new shape has 20 ms for its first call

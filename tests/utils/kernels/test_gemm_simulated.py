@@ -1,6 +1,7 @@
 """The Gluon GEMM's two kernels through their launch, in the simulator: what is computed, with which operands."""
 
 import importlib.util
+import itertools
 import random
 
 import pytest
@@ -13,20 +14,16 @@ from tests.utils.kernels.products import assert_product, matrix
 from utils import gluon_cpu
 from utils.kernels import gemm_launch
 from utils.kernels.gemm_plan import PLANS, SPLITS, Plan, items_of
+from utils.kernels.gemm_work import add_kernel
 
 SMS = 3
 
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Return a function that computes A @ B by a plan on a GPU of a few SMs, in the simulator."""
-    kept = []
-
-    def workspace(c, partial_sums, counters):
-        kept.append(torch.zeros(counters, dtype=torch.int32))
-        return torch.full((partial_sums,), float("nan")), kept[-1]
-
-    monkeypatch.setattr(gemm_launch, "workspace", workspace)
+    """Return a function that computes A @ B by a plan on a GPU of a few SMs, in the simulator; new memory is full of nan."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **given: empty(*shape, **given).fill_(torch.nan))
 
     def product(a, b, plan, split=1, seed=None, sms=SMS):
         properties = type("Properties", (), {"multi_processor_count": sms})
@@ -34,7 +31,6 @@ def simulated(monkeypatch):
         with gluon_cpu.simulate(seed=seed) as run:
             c = gemm_launch.prepare(a, b, plan, split)(a, b)
         assert run.ok
-        assert not kept[-1].any()  # the next launch finds the counters as this one did
         return c
 
     return product
@@ -59,6 +55,38 @@ def test_warp_specialized_kernel(simulated, consumers, split, column_major):
     assert split == 1 or min(items.whole, items.rest) > 0
     a, b = matrix(m, 264, column_major, device="cpu"), matrix(264, n, column_major, device="cpu")
     assert_product(simulated(a, b, plan, split, 2, sms=4), a, b)
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(64, 80, cluster=4), Plan(128, 64, cluster=2, transposed=True)], ids=lambda x: x.name
+)
+def test_parts_of_the_tiles_of_a_cluster_come_to_their_places_in_c(plan):
+    """The simulator has no clusters: here are the sums that a launch would leave, in the order in which threads hold them."""
+    parts = torch.randn(3, 1000, 240)  # of a whole C: one tile of 64 or 128 rows below the other, and then beside it
+    rows, columns = 1000 // (plan.block_m * plan.cluster) + 1, 240 // plan.block_n + 1
+    tiles = []
+    for column, row in itertools.product(range(columns), range(rows * plan.cluster)):
+        tile = torch.zeros(3, plan.block_m, plan.block_n)
+        found = parts[:, row * plan.block_m :, column * plan.block_n :][:, : plan.block_m, : plan.block_n]
+        tile[:, : found.shape[1], : found.shape[2]] = found
+        tiles.append(tile.reshape(3, plan.block_m // 16, 2, 8, -1, 4, 2).permute(0, 4, 1, 3, 5, 2, 6).flatten(1))
+    c = torch.zeros((240, 1000) if plan.transposed else (1000, 240))
+    sizes = (
+        rows,
+        columns,
+        0,
+        3,
+        plan.cluster,
+        plan.block_m,
+        plan.block_n // 8,
+        int(plan.transposed),
+        c.shape[0],
+        c.shape[1] // 8,
+    )
+    with gluon_cpu.simulate() as run:
+        add_kernel[len(tiles), plan.block_m * plan.block_n // 256](torch.stack(tiles), c, *sizes, **gemm_launch.ADDING)
+    assert run.ok
+    torch.testing.assert_close(c, (parts.sum(0).T if plan.transposed else parts.sum(0)))
 
 
 def test_which_tiles_are_cut_in_parts():
