@@ -66,8 +66,8 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     sizes += (compiled_for,) if plan.short else (plan.slots, plan.block_n // 8, compiled_for)
     outputs = len(plan.boxes) - 2  # descriptors of C
     options = {"num_warps": plan.warps, "launch_pdl": True}
-    adding = (rows, columns, items.whole, items.split, plan.cluster, plan.block_m, plan.block_n // 8)
-    adding += int(plan.transposed), shape[0], ceil_div(shape[1], 8)
+    adding = [rows, columns, items.whole, items.split, plan.cluster, plan.block_m, plan.block_n // 8]
+    adding += [int(plan.transposed), shape[0], ceil_div(shape[1], 8)]
     pieces = items.rest * plan.cluster, plan.block_m * plan.block_n // 256
 
     def described(a: torch.Tensor, b: torch.Tensor, *c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
@@ -101,11 +101,12 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
             meta = [{**x, "block_size": [rows, min(64, columns)]} for x, (rows, columns) in boxes]
             compiled = copy.copy(compiled)
             compiled.metadata = compiled.metadata._replace(tensordesc_meta=meta)
-        places = [(i, 0) for i in (0, 1, 2, 3, 3)][: len(tensors)]
-        handles = (Handle(compiled, (groups,), tensors, sizes, a.device.index, plan.cluster, places),)
+        handles: tuple[Handle, ...] = ()
         if items.rest:
             added = add_kernel.warmup(sums, c, *adding, grid=pieces, **ADDING)
-            handles += (Handle(added, pieces, (sums, c), adding, a.device.index, places=[(0, 0), (3, 0)]),)
+            handles = (Handle(added, pieces, (sums, c), adding, a.device.index, places=[(0, 0), (3, 0)]),)
+        places = [(i, 0) for i in (0, 1, 2, 3, 3)][: len(tensors)]
+        handles = (Handle(compiled, (groups,), tensors, sizes, a.device.index, plan.cluster, places), *handles)
     return launch
 
 

@@ -40,7 +40,7 @@ def test_the_assembly_does_what_the_header_says(plan, dtype, tmp_path, monkeypat
     kernel = read_assembly(compile_for_hopper(plan, dtype), plan.name)
     kind = dtype.replace("fp", "f")
     assert kernel.count(r"\b(?:LDL|STL)\b") == kernel.spill_bytes == kernel.count("HMMA") == 0
-    assert kernel.shared_bytes <= 232448 and covered_barriers(kernel.ttgir) == []
+    assert kernel.shared_bytes <= 225 * 1024 and covered_barriers(kernel.ttgir) == []
     assert kernel.count(r"prefetch\.tensormap", "ptx") == len(plan.boxes)
     assert kernel.count("UTMASTG") == plan.pieces
     # Sums of parts are left 16 bytes at a time.
