@@ -105,7 +105,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
         if items.rest:
             added = add_kernel.warmup(sums, c, *adding, grid=pieces, **ADDING)
             handles = (Handle(added, pieces, (sums, c), adding, a.device.index, places=[(0, 0), (3, 0)]),)
-        places = [(i, 0) for i in (0, 1, 2, 3, 3)][: len(tensors)]
+        places = [(i, 0) for i in (0, 1, 2, 3, 3)][: len(tensors)]  # both descriptors of C have its address
         handles = (Handle(compiled, (groups,), tensors, sizes, a.device.index, plan.cluster, places), *handles)
     return launch
 

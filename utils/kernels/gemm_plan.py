@@ -10,9 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-SHARED_KILOBYTES = (
-    227 - 3
-)  # that an SM of an H100 or H200 gives a block, less what barriers take and two blocks of `add_kernel`
+# Of the 227 that an SM of an H100 or H200 gives a block: barriers take some, and so do two blocks of `add_kernel` beside it.
+SHARED_KILOBYTES = 224
 BLOCK_K = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
 STEP = 16  # columns by which tiles of the persistent kernel differ; the narrowest has four times as many
 SLOTS = 8  # of a ring, at most
@@ -176,7 +175,7 @@ PLANS = tuple(p.tile(n) for p in KERNELS for n in range(p.block_n if p.short els
 
 
 # Constants of a model of the kernels' time, in microseconds: between that of a call with a cold L2 and that of one behind another.
-# They were fitted to 10,000 times at 2,600 drawn products on an H200, so that the plan chosen takes little longer than the fastest.
+# They were fitted to 10,000 times at 2,200 drawn products on an H200, so that the plan chosen takes little longer than the fastest.
 LAUNCH = 1.51  # of the persistent kernel, more than of the short one
 PRODUCT = 0.683  # of 2**21 multiplications on one SM
 ALONE = 0.063  # of a step, where four warps of the persistent kernel multiply: nothing else is queued while they wait
