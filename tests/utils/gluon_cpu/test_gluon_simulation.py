@@ -114,13 +114,6 @@ def test_no_thread_outlives_a_failure():
     assert threading.active_count() == before
 
 
-def test_functions_as_arguments():
-    y = torch.zeros(7, dtype=torch.int32)
-    with gluon_cpu.simulate():
-        small.squares[(1,)](y, 7)
-    assert y.tolist() == [i * i for i in range(7)]
-
-
 def test_bank_conflicts_are_tritons_count():
     y = torch.zeros(2, dtype=torch.int32)
     with gluon_cpu.simulate():
