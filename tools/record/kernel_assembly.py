@@ -38,6 +38,8 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
     for head_dim, variant, mask in (
         (64, "few", "causal"),
         (64, "few", ""),
+        (64, "narrow", "causal"),
+        (64, "four", "causal"),
         (128, "three", ""),
         (64, "", "packed"),
         (128, "", "window"),

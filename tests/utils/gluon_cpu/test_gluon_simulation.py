@@ -260,6 +260,8 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
         ((3, 2, 1, 130, 385, 128), False, 0, "", 5),
         # One tile of 128 rows is two, if the first begins ten rows before them.
         ((1, 2, 1, 128, 1034, 64), True, 0, "few", 4),
+        ((1, 2, 1, 260, 270, 64), True, 0, "four", 2),
+        ((1, 1, 1, 200, 200, 64), True, 0, "narrow", 1),
         ((1, 2, 2, 130, 389, 128), True, 0, "", 2),
         ((1, 1, 1, 60, 520, 256), False, 0, "", 1),
         ((1, 1, 1, 100, 200, 256), False, 60, "one", 1),
