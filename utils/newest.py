@@ -18,5 +18,5 @@ class Newest(dict[K, V]):
     def __setitem__(self, key: K, value: V) -> None:
         if key not in self:
             while len(self) >= self.most:
-                del self[next(iter(self))]  # a dictionary keeps its order: the first key is the oldest
+                self.pop(next(iter(self)), None)  # the oldest; another thread may have dropped it
         super().__setitem__(key, value)

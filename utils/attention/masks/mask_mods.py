@@ -107,18 +107,14 @@ def prefix_lm(prefix: int) -> MaskMod:
     return named(mask_mod, f"prefix_lm({prefix})", kind="prefix_lm", prefix=prefix)
 
 
-def dilated(step: int, window: int | None = None) -> MaskMod:
-    """Causal, every `step`-th key back from the query's own; with `window`, at most window - 1 tokens back."""
+def dilated(step: int) -> MaskMod:
+    """Causal, every `step`-th key back from the query's own."""
     whole_number("step", step)
-    if window is not None:
-        whole_number("window", window)
 
     def mask_mod(b, h, q, k):
-        allowed = (q >= k) & ((q - k) % step == 0)
-        return allowed if window is None else allowed & (q - k < window)
+        return (q >= k) & ((q - k) % step == 0)
 
-    limit = "" if window is None else f", window={window}"
-    return named(mask_mod, f"dilated({step}{limit})", kind="dilated", step=step, window=window)
+    return named(mask_mod, f"dilated({step})", kind="dilated", step=step)
 
 
 def checked_mods(name: str, mods: Sequence, kind: str = "mask function", form: str = "(b, h, q, k)") -> tuple:
