@@ -2,7 +2,6 @@
 
     python -m tools.versions                    both environments: tests, then the table of the kernels
     python -m tools.versions --only newest      one of them
-    python -m tools.versions --kernels-only     no tests
     python -m tools.versions --keep             leave the environments there, for looking closer
     python -m tools.versions --reuse tests/utils    take the environments that --keep has left, and run these tests only
 
@@ -69,27 +68,17 @@ def prepare_make(which: str, environment: dict[str, str]) -> None:
     subprocess.run(["make", "-s", "env"], cwd=ROOT, env=environment, check=True)
 
 
-def check_environment(python: Path, which: str, kernels: bool, tests: list[str], processes: int) -> bool:
-    """Compile the kernels and run tests; return whether everything passed.
-
-    Args:
-        python: the Python of the environment.
-        which: the environment's name, for the files that it writes.
-        kernels: whether to compile the kernels.
-        tests: files and folders of tests; an empty list runs none.
-        processes: how many of them run at a time.
-    """
+def check_environment(python: Path, which: str, pieces: list[str]) -> bool:
+    """Compile the kernels and run all tests, or run these files and folders of tests alone; return whether everything passed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
-    commands = []
-    if kernels:
-        commands.append([python, "-m", "tools.record.kernel_assembly", "--out", FOLDER / f"{which}.json"])
-    if tests:
-        prepare_make(which, environment)
-        piece = "" if tests == ["tests"] else "-" + "-".join(Path(path).stem for path in tests)
-        quick = ["-m", "not slow and not overnight and not gpu", f"--junitxml={FOLDER / (which + piece)}.xml"]
-        parallel = ["-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]
-        commands.append([python, "-m", "pytest", *parallel, *quick, *tests])
+    name = "-".join([which, *(Path(piece).stem for piece in pieces)])
+    kernels = [python, "-m", "tools.record.kernel_assembly", "--out", FOLDER / f"{which}.json"]
+    quick = ["-m", "not slow and not overnight and not gpu", f"--junitxml={FOLDER / name}.xml"]
+    parallel = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
+    tests = [python, "-m", "pytest", *parallel, *quick, *(pieces or ["tests"])]
+    prepare_make(which, environment)
+    commands = [tests] if pieces else [kernels, tests]
     return all([subprocess.run(command, cwd=ROOT, env=environment).returncode == 0 for command in commands])
 
 
@@ -98,23 +87,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=tuple(PINS), help="check one environment")
     parser.add_argument("tests", nargs="*", help="files and folders of tests; without any, all tests and all kernels")
-    parser.add_argument("--kernels-only", action="store_true", help="compile the kernels and run no tests")
     parser.add_argument("--keep", action="store_true", help="leave the environments in build/versions")
     parser.add_argument("--reuse", action="store_true", help="take an environment that --keep has left, and keep it")
-    parser.add_argument("--processes", type=int, default=3, help="how many processes run tests")
     options = parser.parse_args()
-    if options.tests and options.kernels_only:
-        parser.error("--kernels-only runs no tests: leave out one or the other.")
     if missing := [path for path in options.tests if not (ROOT / path).exists()]:
         parser.error(f"{', '.join(missing)}: there is no such file. Tests are named from the repository's root.")
-    tests = options.tests or ([] if options.kernels_only else ["tests"])
     passed = {}
     for which in [options.only] if options.only else PINS:
         print(f"== {which}: {', '.join(requirements(which)[:3])}", flush=True)
         python = FOLDER / which / "bin" / "python"
         if not (options.reuse and python.exists()):
             python = make_environment(which)
-        passed[which] = check_environment(python, which, not options.tests, tests, options.processes)
+        passed[which] = check_environment(python, which, options.tests)
         if not options.keep and not options.reuse:
             for folder in (FOLDER / which, FOLDER / f"{which}-make"):
                 shutil.rmtree(folder, ignore_errors=True)

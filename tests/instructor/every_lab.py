@@ -196,11 +196,15 @@ class EveryAnswer:
             count, others = (1, pytest.mark.overnight) if name.endswith("_alone") else (lab.quick, pytest.mark.slow)
             metafunc.parametrize("wrong", lab_cases.first_of_each_cell(lab.wrong_answers, count, others))
 
-    def test_there_are_many_right_answers(self, calls):
-        """At least 35 idioms, different ones, and each answer cell has one."""
-        assert len({name for name, _, _ in self.right_answers}) == len(self.right_answers) >= 35
+    def test_there_are_many_right_answers(self, calls, checks):
+        """At least 25 idioms, different ones, and each answer whose run is watched has one.
+
+        No row returns, without a watch, what the model answer returns: such a row can fail only where the model answer does.
+        """
+        assert len({name for name, _, _ in self.right_answers}) == len(self.right_answers) >= 25
         cells = {cell for _, cell, _ in self.right_answers}
-        assert [test for test in calls if not any(test.startswith(f"{cell}_") for cell in cells)] == []
+        watched = [test for test, call in calls.items() if getattr(checks, lab_cases.check_in(call)).rule]
+        assert [test for test in watched if not any(test.startswith(f"{cell}_") for cell in cells)] == []
 
     def test_model_answers_pass_the_visible_checks(self, names, visible):
         scope = visible.scope(names)
@@ -223,6 +227,11 @@ class EveryAnswer:
         conditions = sdpa_switches(), list(warnings.filters)
         assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.drawn(calls, 1), names, checks)) == []
         assert (sdpa_switches(), list(warnings.filters)) == conditions  # grading leaves nothing behind
+
+    @pytest.mark.slow
+    def test_model_answers_pass_in_many_draws(self, calls, checks, names):
+        for seed in range(HONEST_DRAWS):
+            assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.drawn(calls, seed), names, checks)) == [], seed
 
     def test_right_answer_passes(self, answers, calls, checks, names, visible, right):
         cell = right[1]

@@ -43,13 +43,6 @@ def gemm_macs_flops_bytes(m, n, k, dtype):
     size = torch.empty(0, dtype=dtype).element_size()
     return [macs, torch.tensor(2 * macs, dtype=torch.float64), size * (m * k + k * n + m * n)]
 
-# %% q3_1: pairs in closed form
-def attended_pairs(query_len, kv_len, window=None):
-    w = kv_len if window is None else min(window, kv_len)
-    first = kv_len - query_len  # position of the first query
-    growing = max(0, min(kv_len, w) - first)  # queries that see fewer than w or exactly w keys
-    return growing * first + growing * (growing + 1) // 2 + (query_len - growing) * w
-
 # %% q3_3: inputs from the course's own helpers
 def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
     b, s, h = prompt.shape
@@ -88,13 +81,6 @@ def gelu_by_hand(x):
 # %% q4_2: sigmoid in place of tanh
 def gelu_by_hand(x):
     return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3))
-
-# %% q4_3: launch queue simulated
-def eager_time_us(n, launch_us, kernel_us):
-    free = 0.0
-    for i in range(n):
-        free = max(free, (i + 1) * launch_us) + kernel_us
-    return free
 
 # %% q5_1: softmax by hand
 def standard_attention(q, k, v):
@@ -184,69 +170,6 @@ def gemm_macs_flops_bytes(m, n, k, dtype):
     macs = np.int64(m) * n * k
     return macs, macs * 2, numel * torch.zeros((), dtype=dtype).element_size()
 
-# %% bonus_1_6: integer ceiling, closed form
-def tiled_gemm_bytes(m, n, k, tile_m, tile_n, dtype):
-    rows, cols = -(-m // tile_m), (n + tile_n - 1) // tile_n
-    return dtype.itemsize * (cols * m * k + rows * n * k + m * n)
-
-def largest_square_tile(fast_bytes, tile_k, dtype):
-    b = 2 * tile_k * dtype.itemsize
-    return (math.isqrt(b * b + 16 * fast_bytes) - b) // 8
-
-# %% q2_1: through the counts
-def gemm_intensity(m, n, k, dtype):
-    _, flops, n_bytes = gemm_macs_flops_bytes(m, n, k, dtype)
-    return flops / n_bytes
-
-def gemv_intensity(m, k, dtype):
-    return gemm_intensity(m, 1, k, dtype)
-
-# %% q2_2: two branches
-def attainable_tflops(intensity, peak_tflops, bandwidth_tb_s):
-    if intensity < peak_tflops / bandwidth_tb_s:
-        return intensity * bandwidth_tb_s
-    return peak_tflops
-
-# %% q2_3: a search by doubling
-def achieved_tflops(flops, latency_ms):
-    return flops / latency_ms * 1e-9
-
-def smallest_compute_bound_gemm(ridge, dtype):
-    n = 1
-    while gemm_intensity(n, n, n, dtype) < ridge:
-        n += 1
-    return n
-
-# %% q3_1: a mask that is counted
-def attended_pairs(query_len, kv_len, window=None):
-    q = torch.arange(kv_len - query_len, kv_len)[:, None]
-    k = torch.arange(kv_len)[None]
-    seen = k <= q
-    if window is not None:
-        seen &= k > q - window
-    return int(seen.sum())
-
-# %% q3_2: norm and MLP in floats
-def mlp_macs_flops_bytes(tokens, config, dtype):
-    h, i, b = config.hidden_size, config.intermediate_size, dtype.itemsize
-    gate = up = tokens * h + h * i + tokens * i
-    gelu, product, down = 2 * tokens * i, 3 * tokens * i, tokens * i + h * i + tokens * h
-    return 3 * tokens * h * i, 3 * 2 * tokens * h * i, b * (gate + up + gelu + product + down)
-
-# %% q3_3: layers counted by kind
-def kv_cache_bytes(batch, length, config, dtype):
-    sliding = config.layer_types.count("sliding_attention")
-    full = config.num_hidden_layers - sliding
-    tokens = full * length + sliding * min(config.sliding_window, length)
-    return tokens * batch * config.num_key_value_heads * config.head_dim * 2 * dtype.itemsize
-
-# %% bonus_3_5: break-even by trying
-def break_even_batch(length, config, weight_bytes=2, cache_bytes=2):
-    batch = 1
-    while decode_floor_ms(batch, length, config, 1.0, 0, cache_bytes) < decode_floor_ms(0, length, config, 1.0, weight_bytes, 0):
-        batch += 1
-    return batch
-
 # %% q4_1: on_trace_ready
 def profile_steps(fn, trace_path):
     with torch.profiler.profile(
@@ -262,14 +185,6 @@ def profile_steps(fn, trace_path):
 # %% q4_2: Megatron's constants
 def gelu_by_hand(x):
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
-
-# %% q4_2: the sum of reads and writes
-def elementwise_bytes(numel, dtype, one_input, two_inputs):
-    reads, writes = one_input + 2 * two_inputs, one_input + two_inputs
-    return numel * (reads + writes) * torch.finfo(dtype).bits // 8
-
-def fusion_speedup(one_input, two_inputs):
-    return one_input + 1.5 * two_inputs
 
 # %% q4_1: torch's own wait where there is a GPU
 -            synchronize()
@@ -298,15 +213,6 @@ def standard_attention(q, k, v):
     scores = torch.bmm((q * D ** -0.5).reshape(B * H, S, D), k.reshape(B * H, -1, D).transpose(1, 2))
     return torch.bmm(scores.softmax(dim=2), v.reshape(B * H, -1, D)).view(B, H, S, D)
 
-# %% q5_1: longest by floating point
-def longest_length(memory_bytes, batch, heads, dtype):
-    s = int(math.sqrt(memory_bytes / (2 * batch * heads * dtype.itemsize)))
-    while 2 * score_bytes(batch, heads, s + 1, dtype) <= memory_bytes:
-        s += 1
-    while 2 * score_bytes(batch, heads, s, dtype) > memory_bytes:
-        s -= 1
-    return s
-
 # %% q5_3: maximum by stack, sum by logaddexp
 def online_softmax_stats(blocks):
     m = lse = None
@@ -329,14 +235,6 @@ def online_softmax_stats(blocks):
             new = torch.maximum(m, bm)
             l, m = l * torch.exp(m - new) + bl * torch.exp(bm - new), new
     return m, l
-
-# %% q5_4: intensity from the two sums
-def attention_intensity(length, head_dim, dtype, flash):
-    flops = 2 * 2 * length ** 2 * head_dim
-    io = length * head_dim * 4
-    if not flash:
-        io += 4 * length ** 2
-    return flops / io / dtype.itemsize
 
 # %% q1_5: sum of products, converted by hand
 -        accumulator = tl.dot(a_tile, b_tile, accumulator, input_precision="ieee")

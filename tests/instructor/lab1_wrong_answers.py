@@ -28,12 +28,8 @@ WRONG_ANSWERS = [
         ("last step of the sum missing", ("range(k_size)", "range(k_size - 1)"), "is wrong in"),
         ("square only", ("b.shape[1]", "k_size = m_size"), ("raised IndexError", "is wrong in", "shape")),
         ("no return", ("    return c\n", ""), "is a return missing"),
-        ("columns of b by a's rows", ("n_size = b.shape[1]", "n_size = a.shape[0]"), ("shape", "wrong in")),
         ("b transposed", ("b[k, j].item()", "b[j, k].item()"), ("Which index", "IndexError")),
-        ("a transposed", ("a[i, k].item()", "a[k, i].item()"), ("Which index", "IndexError")),
         ("assigned, not added", ("total += a[i, k]", "total = a[i, k]"), "where is the sum set back"),
-        ("a plus b", (".item() * b[k", ".item() + b[k"), "is wrong in"),
-        ("integers", ("total += a[i, k].item()", "total += int(a[i, k].item())"), "is wrong in"),
         ("always float32", ("dtype=a.dtype, device=a.device", "device=a.device"), "should have dtype"),
         ("on the CPU", ("dtype=a.dtype, device=a.device", "dtype=a.dtype"), "device=a.device"),
         ("row of lists", ("m_size, k_size = a.shape", "m_size, k_size = a.shape\n    a.tolist()"), ".tolist()"),
@@ -42,9 +38,6 @@ WRONG_ANSWERS = [
             (("range(k_size)", "range(1)"), ("a[i, k].item() * b[k, j].item()", "torch.dot(a[i], b[:, j])")),
             "may not use",
         ),
-        ("c not indexed", ("c[i, j] = total", "c[j] = total"), ("wrong in", "IndexError")),
-        ("loop too short by a row", ("for i in range(m_size)", "for i in range(m_size - 1)"), "is wrong in"),
-        ("returns inside of the loop", ("c[i, j] = total", "c[i, j] = total\n        return c"), "is wrong in"),
     ),
     *mistakes(
         "q1_2",
@@ -54,10 +47,8 @@ WRONG_ANSWERS = [
         ("products in the inputs' dtype", ("].float()", "]"), "the product of two elements"),
         ("edges left out", ("range(0, m_size, tile_m)", "range(0, m_size - tile_m + 1, tile_m)"), (_EVERY, "edges")),
         ("last step of K left out", ("0, k_size", "0, k_size - tile_k + 1"), ("edges", "wrong in", _EVERY)),
-        ("row tile for columns", ("(0, n_size, tile_n)", "(0, n_size, tile_m)"), ("wrong in", "raised", _EVERY)),
         ("whole rows of A", ("a[rows, k : k + tile_k]", "(a * 1.0)[rows, k : k + tile_k]"), "Are the tile sizes used"),
         ("result in float32", ("n_size, dtype=a.dtype", "n_size, dtype=torch.float32"), "should have dtype"),
-        ("tiles of 64", ("m_size, k_size", "tile_m = tile_n = tile_k = 64\n    m_size, k_size"), "tile sizes used"),
         ("single elements", ("m_size, k_size", "tile_m = tile_n = tile_k = 1\n    m_size, k_size"), "are not used"),
     ),
     *mistakes(
@@ -226,9 +217,7 @@ WRONG_ANSWERS = [
         "q4_2",
         ("GELU with erf", ("torch.tanh(inner)", "torch.erf(x / math.sqrt(2))"), "Gemma uses the tanh form"),
         ("no 0.5", ("0.5 * x * (1", "x * (1"), ("Compare each factor", "2 times")),
-        ("square instead of cube", ("0.044715 * x * x * x", "0.044715 * x * x"), "Compare each factor"),
         ("constant", ("0.044715", "0.44715"), "Compare each factor"),
-        ("SiLU", ("return 0.5 * x * (1 + torch.tanh(inner))", "return x * torch.sigmoid(x)"), "Compare each factor"),
         ("F.gelu inside", ("return 0.5 * x * (1 + torch.tanh(inner))", 'return F.gelu(x, approximate="tanh")'), "gelu"),
     ),
     *mistakes(
@@ -252,8 +241,6 @@ WRONG_ANSWERS = [
         ("scores not scaled", (" / math.sqrt(q.shape[-1])", ""), "divided by the square root"),
         ("softmax over the queries", ("dim=-1) @ v", "dim=-2) @ v"), "Which dimension is the softmax over"),
         ("divided by D", ("/ math.sqrt(q.shape[-1])", "/ q.shape[-1]"), "sqrt(D), not by D"),
-        ("scaled by the heads", ("/ math.sqrt(q.shape[-1])", "/ math.sqrt(q.shape[1])"), "is wrong in"),
-        ("softmax over heads", ("dim=-1) @ v", "dim=1) @ v"), "Which dimension"),
     ),
     *mistakes(
         "q5_1",
@@ -344,10 +331,6 @@ WRONG_ANSWERS = [
         ("strides of a contiguous one", ("* stride_os +", "* D +"), ("its head and its strides", "tl.store reaches")),
     ),
     *mistakes_in_text(r"""
-# %% q1_1: getattr and a spliced name => may not use
-def gemm_naive(a, b):
-    return getattr(torch, 'mat' + 'mul')(a, b)
-
 # %% q1_1: through NumPy => out of torch, by .numpy()
 def gemm_naive(a, b):
     return torch.from_numpy(a.numpy() @ b.numpy())

@@ -10,12 +10,6 @@ def masked_attention(q, k, v, mask):
     p = torch.exp(scores - scores.amax(-1, keepdim=True)) * mask
     return p @ v / p.sum(-1, keepdim=True).clamp(min=1e-30)
 
-# %% q1_2: costs from the mean of the mask
-def mask_costs(mask, batch, heads, head_dim, dtype):
-    hidden = int((~mask).sum())
-    many = batch * heads
-    return mask.double().mean().item(), many * hidden * 2 * (2 * head_dim), dtype.itemsize * many * mask.nelement()
-
 # %% q2_1: causal by subtraction, window by logical_and, prefix by where
 def causal(b, h, q, k):
     return torch.ge(q - k, 0)
@@ -83,12 +77,6 @@ def count_blocks(mask, block):
             partial += 0 < seen < block * block
     return full, partial, empty
 
-# %% q3_2: document blocks by cases
-def document_blocks(length, span, block):
-    if span < block:
-        return length // block
-    return (length // span) * (span // block) ** 2
-
 # %% q3_3: online softmax, block by block
 def block_sparse_attention(q, k, v, block_mask):
     rows, columns = block_mask.BLOCK_SIZE
@@ -145,10 +133,6 @@ def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128)
         return functools.partial(_attend, attention, score_mod, None)
     blocks = create_block_mask(mask_mod, 1, 1, length, length, device, block_size)
     return functools.partial(_attend, attention, score_mod, blocks)
-
-# %% q3_2: rows of blocks counted one by one
-def document_blocks(length, span, block):
-    return sum(max(1, span // block) for _ in range(length // block))
 
 # %% q6_1: padding sees padding
 -        return k < end
@@ -219,13 +203,6 @@ def masked_attention(q, k, v, mask):
     scores = scores.view(b, h, s, -1).masked_fill_(~mask, -10000.0)
     p = torch.softmax(scores, -1).masked_fill(~mask, 0.0)
     return torch.bmm(p.view(b * h, s, -1), v.reshape(b * h, -1, v.shape[-1])).view(b, h, s, -1)
-
-# %% q1_2: nested loops for the pairs
-def mask_costs(mask, batch, heads, head_dim, dtype):
-    rows, columns = mask.shape
-    wasted = sum(1 for i in range(rows) for j in range(columns) if not mask[i, j])
-    size = torch.zeros(1, dtype=dtype).element_size()
-    return 1 - wasted / (rows * columns), wasted * 2 * head_dim * 2 * heads * batch, rows * columns * size * heads * batch
 
 # %% q2_1: torch functions instead of operators
 def causal(b, h, q_idx, kv_idx):

@@ -3,12 +3,6 @@
 from tests.instructor.lab_cases import answers_in_text
 
 RIGHT_ANSWERS = answers_in_text(r"""
-# %% q1_1: cycles added up by unit
-def tile_cycles(rows, keys, d):
-    scores = rows * keys
-    macs = scores * d + scores * d
-    return macs / 2048, scores / (4 * 4), (keys * d + keys * d) * 2 / 20
-
 # %% q2_1: owner by counting through the layout
 def owner(row, column, shape, size, threads, warps, order):
     place, extents = [row, column], []
@@ -131,43 +125,6 @@ def repairs():
 def tile_cycles(rows, keys, d):
     flops = 2 * rows * keys * d * 2.0
     return [flops / (1024 * 4), float(rows) * keys / 16.0, keys * d * 4 / 20.0]
-
-# %% q1_1: bytes of tiles added up
-def shared_bytes(consumers, keys, d, stages):
-    q = sum(64 * d * 2 for _ in range(consumers))
-    slot = keys * d * 2
-    return q + sum(slot + slot for _ in range(stages))
-
-# %% q2_1: owner with numpy
-def owner(row, column, shape, size, threads, warps, order):
-    import numpy as np
-    at, size_, threads_, warps_ = (np.array(x) for x in ((row, column), size, threads, warps))
-    shape_ = np.array(shape)
-    def flat(place, extent):
-        place, extent = place[list(order)], extent[list(order)]
-        return int(place[0] + extent[0] * place[1])
-    inside, rest = at % size_, at // size_
-    lane, rest = rest % threads_, rest // threads_
-    warp, rest = rest % warps_, rest // warps_
-    times = shape_ // (size_ * threads_ * warps_)
-    return flat(warp, warps_), flat(lane, threads_), flat(inside, size_) + int(size_.prod()) * flat(rest, times)
-
-# %% q2_1: owner by searching all threads
-def owner(row, column, shape, size, threads, warps, order):
-    fast, slow = order
-    seen = {}
-    tiles = [shape[i] // (size[i] * threads[i] * warps[i]) for i in (0, 1)]
-    at = [row, column]
-    def digits(i):
-        value, out = at[i], []
-        for base in (size[i], threads[i], warps[i], tiles[i]):
-            value, digit = divmod(value, base)
-            out.append(digit)
-        return out
-    f, s = digits(fast), digits(slow)
-    bases = ((size, 0), (threads, 1), (warps, 2), (tiles, 3))
-    piece, lane, warp, again = (f[level] + base[fast] * s[level] for base, level in bases)
-    return warp, lane, again * size[0] * size[1] + piece
 
 # %% q2_2: transpose with single elements
 -    reading: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])

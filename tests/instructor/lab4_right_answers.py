@@ -3,16 +3,6 @@
 from tests.instructor.lab_cases import answers_in_text
 
 RIGHT_ANSWERS = answers_in_text(r"""
-# %% q1_1: told by a regular expression
-import re
-def backends_in(operators):
-    found = []
-    for name in operators:
-        m = re.fullmatch(r"aten::_scaled_dot_product_(?:attention_(math)|([a-z]+)_attention(?:_for_cpu)?)", name)
-        if m:
-            found.append(m[1] or m[2])
-    return found
-
 # %% q1_2: asks the dispatcher without computing
 def why_not(backend, q, k, v, **options):
     said = []
@@ -54,49 +44,12 @@ def pinned_sdpa(backend, q, k, v, **options):
         raise BackendRefused("; ".join(why_not(backend, q, k, v, **options)))
     return out
 
-# %% q1_4: the cases of the rule in a dict
-def default_backend(capability, cudnn, reasons):
-    major, minor = capability
-    prefers = {(9, 0): True, (10, 0): True}.get((major, minor), False) and cudnn >= 91501
-    asked = ["flash", "efficient", "math", "cudnn"]
-    if prefers:
-        asked = asked[-1:] + asked[:-1]
-    able = [n for n in asked if len(reasons[n]) == 0]
-    if able == []:
-        raise BackendRefused("nothing left")
-    return able.pop(0)
-
-# %% q2_1: pairs counted query by query, products one by one
-def attention_costs(batch, heads, kv_heads, query_len, kv_len, head_dim, dtype, causal=False):
-    seen = [min(kv_len, kv_len - query_len + i + 1) if causal else kv_len for i in range(query_len)]
-    flops = 2 * (2 * batch * heads * sum(seen) * head_dim)
-    size = torch.empty(0, dtype=dtype).element_size()
-    q = o = batch * heads * query_len * head_dim * size
-    k = v = batch * kv_heads * kv_len * head_dim * size
-    s = batch * heads * query_len * kv_len * size
-    return flops, q + k + v + o, q + k + v + o + s + (s + s) + s
-
 # %% q2_2: SDPA's math in float64 as the reference
 def errors(out, q, k, v, causal=False):
     with sdpa_kernel(SDPBackend.MATH):
         exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal, enable_gqa=True)
     d = (out.to(torch.float64) - exact).flatten()
     return d.abs().amax(), torch.linalg.vector_norm(d) / torch.linalg.vector_norm(exact)
-
-# %% q3_1: searched instead of derived
-def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
-    if 2 * kv_len / dtype.itemsize <= ridge:
-        return None
-    low, high = 0, 1
-    while intensity(high, kv_len, group, head_dim, dtype) < ridge:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if intensity(middle, kv_len, group, head_dim, dtype) >= ridge:
-            high = middle
-        else:
-            low = middle
-    return high
 
 # %% q3_2: without gradients
 -def split_kv_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, splits: int) -> torch.Tensor:
@@ -165,56 +118,12 @@ def ready_for_flash(x):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
-# %% q5_1: softmax for the order that normalizes first
-def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
-    q, k, v = q.double(), k.double(), v.double()
-    s = torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5
-    s = to_bf16(s) if scores else s
-    if normalize_first:
-        w = s.softmax(-1)
-        o = torch.einsum("bhqk,bhkd->bhqd", to_bf16(w) if p else w, v)
-    else:
-        e = (s - s.max(-1, keepdim=True).values).exp()
-        o = torch.einsum("bhqk,bhkd->bhqd", to_bf16(e) if p else e, v) / e.sum(-1)[..., None]
-    return to_bf16(o) if output else o
-
 # %% q5_2: sign and magnitude
 def ulps_apart(a, b):
     def line(x):
         magnitude = x.abs().view(torch.int16).long()
         return torch.where(torch.signbit(x), -magnitude, magnitude)
     return torch.abs(line(a) - line(b))
-
-# %% q5_3: a list searched for equal bits
-def distinct_results(fn, runs):
-    found = []
-    for _ in range(runs):
-        r = fn()
-        r = [t.clone().contiguous().view(torch.uint8) for t in (r if isinstance(r, (tuple, list)) else [r])]
-        if not any(all(torch.equal(a, b) for a, b in zip(r, old)) for old in found):
-            found.append(r)
-    return len(found)
-
-# %% bonus_5_5: scales by padding and reshaping
-def quantize_fp8(x, block=None):
-    b, h, s, d = x.shape
-    x = x.to(torch.float32)
-    if block is None:
-        amax = x.abs().max()
-        scale = (amax / 448 if amax > 0 else torch.ones(())).reshape(1, 1, 1, 1)
-        return (x / scale).to(torch.float8_e4m3fn), scale
-    n = -(-s // block)
-    padded = F.pad(x, (0, 0, 0, n * block - s)).reshape(b, h, n, block, d)
-    scale = padded.abs().amax((3, 4)) / 448
-    scale[scale == 0] = 1
-    x8 = (padded / scale[..., None, None]).reshape(b, h, n * block, d)[:, :, :s].to(torch.float8_e4m3fn)
-    return x8, scale[..., None]
-
-def dequantize_fp8(x8, scale, block=None):
-    if block is None:
-        return x8.to(torch.float32) * scale
-    index = torch.arange(x8.shape[2]) // block
-    return x8.to(torch.float32) * scale[:, :, index]
 
 # %% bonus_2_4: gradients in float64, by einsum
 def attention_backward(q, k, v, out, lse, dout):
@@ -224,17 +133,6 @@ def attention_backward(q, k, v, out, lse, dout):
     p = (torch.einsum("bhqd,bhkd->bhqk", q, k) * c - lse.unsqueeze(-1)).exp()
     ds = p * (torch.einsum("bhqd,bhkd->bhqk", dout, v) - (out * dout).sum(-1).unsqueeze(-1)) * c
     return (ds @ k).to(kind), (ds.transpose(2, 3) @ q).to(kind), (p.transpose(2, 3) @ dout).to(kind)
-
-# %% q1_1: prefixes and suffixes cut
-def backends_in(operators):
-    found = []
-    for name in operators:
-        if not name.startswith("aten::_scaled_dot_product_") or name.endswith("_backward"):
-            continue
-        rest = name.removeprefix("aten::_scaled_dot_product_").removesuffix("_for_cpu")
-        found.append({"attention_math": "math", "flash_attention": "flash", "efficient_attention": "efficient",
-                      "cudnn_attention": "cudnn"}.get(rest))
-    return [name for name in found if name]
 
 # %% q1_2: a set of seen reasons, text cut by index
 def why_not(backend, q, k, v, **options):
@@ -271,23 +169,6 @@ def pinned_sdpa(backend, q, k, v, **options):
         else:
             return result
     raise BackendRefused(f"{backend}: " + "; ".join(why_not(backend, q, k, v, **options))) from problem
-
-# %% q1_4: next and a generator
-def default_backend(capability, cudnn, reasons):
-    new = tuple(capability) in [(9, 0), (10, 0)] and divmod(cudnn, 100)[0] >= 915 and cudnn != 91500
-    order = "cudnn flash efficient math" if new else "flash efficient math cudnn"
-    found = next((name for name in order.split() if not reasons[name]), None)
-    if found is None:
-        raise BackendRefused(f"no backend of {order} runs this call")
-    return found
-
-# %% q2_1: pairs by numpy
-def attention_costs(batch, heads, kv_heads, query_len, kv_len, head_dim, dtype, causal=False):
-    import numpy as np
-    pairs = np.tri(query_len, kv_len, kv_len - query_len).sum() if causal else query_len * kv_len
-    e = torch.finfo(dtype).bits // 8
-    qo, kv, scores = batch * heads * query_len * head_dim, batch * kv_heads * kv_len * head_dim, batch * heads * query_len * kv_len
-    return int(2 * 2 * pairs * head_dim) * heads * batch, e * (2 * qo + 2 * kv), e * (2 * qo + 2 * kv + 4 * scores)
 
 # %% q2_2: a loop over heads, numpy norms
 def errors(out, q, k, v, causal=False):
@@ -403,43 +284,6 @@ def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, outp
     o = keep(e / l, p) @ v.double() if normalize_first else (keep(e, p) @ v.double()) / l
     return keep(o, output)
 
-# %% q5_2: bits shifted into 32
-def ulps_apart(a, b):
-    def place(x):
-        i = x.float().view(torch.int32) >> 16
-        return torch.where(i < 0, -(i & 0x7FFF), i)
-    return torch.sub(place(a), place(b)).abs()
-
-# %% q5_3: bytes in a dictionary
-def distinct_results(fn, runs):
-    counts = {}
-    for _ in range(runs):
-        out = fn()
-        out = out if isinstance(out, (list, tuple)) else [out]
-        key = tuple(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in out)
-        counts[key] = counts.get(key, 0) + 1
-    return len(counts)
-
-# %% q6_1: loops and lists
-def grid_answers(grid):
-    ok = grid.query("status == 'ok'")
-    best, loss = fastest(grid), default_slowdown(grid)
-    default = ok[ok.is_default].set_index("shape").backend.to_dict()
-    kind = ok.set_index("shape").kind.to_dict()
-    decode = [b for s, b in best.items() if kind[s] == "decode"]
-    cudnn = [row for row in ok.to_dict("records") if row["kind"] == "decode" and row["backend"] == "cudnn"]
-    one = [" ".join(row["kernels"]) for row in cudnn if row["seq_len_q"] == 1]
-    four = [" ".join(row["kernels"]) for row in cudnn if row["seq_len_q"] == 4]
-    return dict(
-        default_wins=sum(default.get(s) == b for s, b in best.items()) / len(best),
-        default_loss=geometric_mean(loss),
-        decode_winner=max(sorted(set(decode)), key=decode.count),
-        worst_default=max(x for s, x in loss.items() if kind[s] == "decode"),
-        decode_bandwidth=ok[ok.kind == "decode"].gb_s.max() / (1000 * GPU_SPECS["H200"]["memory_bandwidth_tb_s"]),
-        sm80_one_query=sum("sm80" in names for names in one) / len(one),
-        splits_four_queries=sum("reduction" in names for names in four) / len(four),
-    )
-
 # %% q6_1: merged tables and means of truth values
 def grid_answers(grid):
     ok = grid[grid["status"].eq("ok")].copy()
@@ -459,15 +303,6 @@ def grid_answers(grid):
         "sm80_one_query": names[[1]].str.contains("sm80").mean(),
         "splits_four_queries": names[[4]].str.contains("reduction").mean(),
     }
-
-# %% q3_3: whole numbers rounded up by floor division
-def decode_us(programs, kv_len, splits, units, tile, tile_us, combine_us):
-    keys = -(-kv_len // splits)
-    time = -(-programs * splits // units) * (-(-keys // tile) * tile_us)
-    return time if splits == 1 else time + combine_us
-
-def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):
-    return min(range(1, most + 1), key=lambda n: (decode_us(programs, kv_len, n, units, tile, tile_us, combine_us), n))
 
 # %% bonus_5_5: a scale for each token by repeated indices
 def quantize_fp8(x, block=None):

@@ -71,7 +71,6 @@ WRONG_ANSWERS = [
         ("any 9.x and 10.x", ("in ((9, 0), (10, 0))", "[0] in (9, 10)"), _ORDER),
         ("math asked last", ('"math", "cudnn"]', '"cudnn", "math"]'), ("Torch asks", "takes every call")),
         ("math as a last resort", (_NONE_IS_ABLE, 'return "math"'), "raise BackendRefused"),
-        ("None instead of an error", (_NONE_IS_ABLE, "return None"), "raise BackendRefused"),
     ),
     *mistakes(
         "q2_1",
@@ -171,7 +170,6 @@ WRONG_ANSWERS = [
         ),
         ("contiguous() for everything", (_READY, "x.contiguous()"), "Copy only where"),
         ("never a copy", (_READY, "x"), "flash refuses"),
-        ("is_contiguous decides", ("x.stride(-1) == 1", "x.is_contiguous()"), "Copy only where"),
     ),
     *mistakes(
         "q5_1",

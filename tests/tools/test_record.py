@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tools.record import attention_ratios, backward, flex_sweep, sdpa_grid
-from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, to_text
+from tools.record.common import Record, arguments_parser, machine_name, read_record, to_text
 from utils.files import ROOT
 
 
@@ -50,7 +50,6 @@ def test_a_run_out_of_time_says_so_and_without_a_path_nothing_is_written(tmp_pat
 
 def test_options_that_belong_together(capsys):
     assert arguments_parser("What.", pairs=15).parse_args([]).pairs == 15
-    assert numbers("64,128") == [64, 128]
     with pytest.raises(SystemExit):
         attention_ratios.main(["ratios"])
     with pytest.raises(SystemExit):

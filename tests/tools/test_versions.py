@@ -35,7 +35,7 @@ def test_the_tests_that_call_make_leave_the_users_environment_alone(monkeypatch,
 
     monkeypatch.setattr(versions, "FOLDER", tmp_path)
     monkeypatch.setattr(versions.subprocess, "run", run)
-    assert versions.check_environment(Path("/oldest/bin/python"), "oldest", kernels=False, tests=["tests"], processes=1)
+    assert versions.check_environment(Path("/oldest/bin/python"), "oldest", ["tests"])
     assert [venv for _, venv in commands] == 2 * [str(tmp_path / "oldest-make")]
     assert commands[0][0] == ["make", "-s", "env"] and "pytest" in commands[1][0]
 

@@ -21,15 +21,17 @@ from functools import partial
 
 import torch
 
-from tools.record.common import Record, arguments_parser, numbers
+from tools.record.common import Record, arguments_parser
 from utils.attention import attention, find_backend, make_problem
 from utils.attention.reference import reference
 from utils.benchmark import intervals as stats
 from utils.benchmark.measuring import compare, measure_together
+from utils.benchmark.result import Measurement
 
 TOKENS = 16384  # B x S of every point
 HEADS = {64: 32, 128: 16, 256: 8}  # model width 2048
-CHECKED_LENGTH = 2048  # up to this length the output is also compared with the "math" backend
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+OTHERS = ("cudnn", "fa3", "cute", "flash")
 
 
 @functools.lru_cache(maxsize=1)  # the points of one shape come one after the other
@@ -39,49 +41,34 @@ def inputs(head_dim: int, length: int) -> list[torch.Tensor]:
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
 
 
-@functools.lru_cache(maxsize=1)
-def math_output(head_dim: int, length: int, causal: bool) -> torch.Tensor:
-    """Compute the output of the "math" backend for one shape and mask."""
-    return attention(*inputs(head_dim, length), causal=causal, backend="math")
-
-
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return |a - b| / |b| in the Frobenius norm, computed in float64."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def compare_kernels(name: str, kernel: Callable, other_name: str, other: Callable, causal: bool, pairs: int) -> dict:
-    """Time `kernel` and `other` in turn: how many times faster `kernel` is, the interval, and both rates.
-
-    Args:
-        name: name of the kernel.
-        kernel: `partial(function, q, k, v, ...)`.
-        other_name: name of the kernel to compare with.
-        other: the call of that kernel, on the same tensors.
-        causal: whether half of the scores are masked, and so not counted as operations.
-        pairs: interleaved pairs of samples.
-    """
-    q, k = kernel.args[:2]
-    flops = 4.0 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3] * (0.5 if causal else 1.0)
-    result = compare(other, kernel, warmup=3, iterations=pairs, labels=(other_name, name), device="cuda")
+def speed_of(kernel: Measurement, other: Measurement, flops: float) -> dict:
+    """Return how many times faster `kernel` is than `other`, timed in turns, with the interval, both rates and both times."""
     return {
-        "against": other_name,
-        "ratio": result.speedup,
-        "interval": list(result.interval),
-        "verdict": result.verdict,
-        "tflops": flops / result.b.median_ms / 1e9,
-        "against_tflops": flops / result.a.median_ms / 1e9,
-        "ms": result.b.median_ms,
-        "against_ms": result.a.median_ms,
+        "ratio": stats.speedup(other.samples_ms, kernel.samples_ms),
+        "interval": list(stats.speedup_interval(other.samples_ms, kernel.samples_ms)),
+        "tflops": flops / kernel.median_ms / 1e9,
+        "against_tflops": flops / other.median_ms / 1e9,
+        "ms": kernel.median_ms,
+        "against_ms": other.median_ms,
     }
 
 
+def flops_of(q: torch.Tensor, causal: bool) -> float:
+    """Return the operations of attention whose queries and keys have one shape: those of masked scores do not count."""
+    return 4.0 * q.shape[0] * q.shape[1] * q.shape[2] ** 2 * q.shape[3] * (0.5 if causal else 1.0)
+
+
 @functools.lru_cache(maxsize=1)  # the rows of one point come one after the other
-def timed_point(head_dim: int, length: int, causal: bool, others: tuple[str, ...], pairs: int) -> dict[str, dict]:
+def timed_point(head_dim: int, length: int, causal: bool, pairs: int) -> dict[str, dict]:
     """Time the Gluon kernel and all other backends that take a shape, in turns; return what each one's row says."""
     q, k, v = inputs(head_dim, length)
     problem, calls, rows = make_problem(q, k, v, causal=causal), dict[str, Callable](), dict[str, dict]()
-    for name in ("gluon", *others):
+    for name in ("gluon", *OTHERS):
         if support := find_backend(name).support(problem):
             calls[name] = partial(attention, q, k, v, causal=causal, backend=name)
         else:
@@ -91,29 +78,17 @@ def timed_point(head_dim: int, length: int, causal: bool, others: tuple[str, ...
         list(calls.values()), labels=list(calls), warmup=3, iterations=pairs, device="cuda", max_seconds=4.0
     )
     gluon, *rest = timed
-    flops = 4.0 * q.shape[0] * q.shape[1] * length**2 * head_dim * (0.5 if causal else 1.0)
     for other in rest:
-        low, high = stats.speedup_interval(other.samples_ms, gluon.samples_ms)
-        rows[other.label] = {
-            "difference": relative_difference(outputs["gluon"], outputs[other.label]),
-            "ratio": stats.speedup(other.samples_ms, gluon.samples_ms),
-            "interval": [low, high],
-            "tflops": flops / gluon.median_ms / 1e9,
-            "against_tflops": flops / other.median_ms / 1e9,
-            "ms": gluon.median_ms,
-            "against_ms": other.median_ms,
-        }
-        if length <= CHECKED_LENGTH:
-            exact = math_output(head_dim, length, causal)
-            rows[other.label]["difference_from_math"] = relative_difference(outputs["gluon"], exact)
+        rows[other.label] = {"difference": relative_difference(outputs["gluon"], outputs[other.label])}
+        rows[other.label] |= speed_of(gluon, other, flops_of(q, causal))
     return rows
 
 
-def ratio_row(head_dim: int, length: int, causal: bool, other: str, others: tuple[str, ...], pairs: int) -> dict:
+def ratio_row(head_dim: int, length: int, causal: bool, other: str, pairs: int) -> dict:
     """Return the row of one backend at one shape; the reason if that backend refuses the shape."""
     q = inputs(head_dim, length)[0]
     row = {"head_dim": head_dim, "length": length, "batch": q.shape[0], "heads": q.shape[1], "causal": causal}
-    return row | {"against": other} | timed_point(head_dim, length, causal, others, pairs)[other]
+    return row | {"against": other} | timed_point(head_dim, length, causal, pairs)[other]
 
 
 def random_shapes(seed: int = 40, count: int = 40) -> list[dict]:
@@ -141,7 +116,7 @@ def random_shapes(seed: int = 40, count: int = 40) -> list[dict]:
     return shapes
 
 
-def random_row(shape: dict, pairs: int, others: list[str]) -> dict:
+def random_row(shape: dict, pairs: int) -> dict:
     """Time Gluon and the other backends that take a shape, in turns; errors are those of the first head in float64."""
     sizes = [(shape["batch"], shape[h], shape[s], shape["head_dim"]) for h, s in (("heads", "sq"), ("kv_heads", "sk"))]
     q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in (sizes[0], sizes[1], sizes[1]))
@@ -150,7 +125,7 @@ def random_row(shape: dict, pairs: int, others: list[str]) -> dict:
     last = slice(max(0, shape["sq"] - 256), shape["sq"])  # the last rows see all keys, or the last of a window
     exact = reference(q[:1, :1, last], k[:1, :1], v[:1, :1], **mask)[0]
     calls, errors, refused = {}, {}, {}
-    for name in ["gluon", *others]:
+    for name in ("gluon", *OTHERS):
         support = find_backend(name).support(problem)
         if not support:
             refused[name] = support.reason
@@ -190,7 +165,10 @@ def ladder_row(head_dim: int, length: int, causal: bool, step: int, pairs: int) 
     plan = asdict(plan_of(step, q, k, causal, window=0))
     row = {"head_dim": head_dim, "length": length, "causal": causal, "plan": plan, "step": step}
     row["difference"] = relative_difference(kernel(), cudnn())
-    return row | compare_kernels(f"step {step}", kernel, "cudnn", cudnn, causal, pairs)
+    pair = compare(cudnn, kernel, warmup=3, iterations=pairs, labels=("cudnn", f"step {step}"), device="cuda")
+    return (
+        row | {"against": "cudnn"} | speed_of(pair.b, pair.a, flops_of(q, causal)) | {"interval": list(pair.interval)}
+    )
 
 
 def geometric_means(rows: list[dict]) -> dict[str, float]:
@@ -217,9 +195,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure and record a table."""
     parser = arguments_parser(__doc__, pairs=15)
     parser.add_argument("table", choices=("ratios", "random", "ladder"))
-    parser.add_argument("--against", default="cudnn,fa3,cute,flash", help="ratios, random: backends, with commas")
-    parser.add_argument("--head-dims", type=numbers, default="64,128,256")
-    parser.add_argument("--lengths", type=numbers, default="1024,2048,4096,8192,16384")
     parser.add_argument("--seed", type=int, default=40, help="random: what the shapes are drawn by")
     options = parser.parse_args(arguments)
     if options.out is None:
@@ -227,20 +202,15 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(0)
     record = Record(options.out, options.table, "cuda", options.seconds, pairs=options.pairs)
     if options.table == "random":
-        measure = functools.partial(random_row, pairs=options.pairs, others=options.against.split(","))
+        measure = functools.partial(random_row, pairs=options.pairs)
         record.contents["seed"] = options.seed
         complete = record.fill(random_shapes(options.seed), measure, show_random)
         record.contents["summary"] = random_summary(record.contents["rows"])
         print(record.contents["summary"])
         record.finish() if complete else record.save()
         return
-    others = tuple(options.against.split(","))
-    measure_row, variants = (
-        (functools.partial(ratio_row, others=others), others)
-        if options.table == "ratios"
-        else (ladder_row, range(1, 6))
-    )
-    points = itertools.product(options.head_dims, options.lengths, (False, True), variants)
+    measure_row, variants = (ratio_row, OTHERS) if options.table == "ratios" else (ladder_row, range(1, 6))
+    points = itertools.product(HEADS, LENGTHS, (False, True), variants)
     complete = record.fill(points, lambda point: measure_row(*point, pairs=options.pairs), show)
     if options.table == "ratios":
         record.contents["geometric_means"] = geometric_means(record.contents["rows"])

@@ -20,11 +20,6 @@ from utils.files import write_whole
 from utils.machine.environment import environment
 
 
-def numbers(text: str) -> list[int]:
-    """Read whole numbers with commas between them, such as "64,128"."""
-    return [int(part) for part in text.split(",")]
-
-
 def arguments_parser(description: str, pairs: int | None = None) -> argparse.ArgumentParser:
     """Make a parser with the options that the recording scripts share.
 

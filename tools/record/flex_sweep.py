@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
+from tools.record.common import Record, arguments_parser, machine_name, read_record, save_picture
 from utils.attention import AttentionUnsupported, Prepared, find_backend, make_problem, masks, prepare, reference
 from utils.attention.backends.flex import triton_options
 from utils.attention.choosing import rank_backends
@@ -244,7 +244,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = arguments_parser(__doc__, pairs=15)
     parser.add_argument("table", choices=("sweep", "promise", "plot"))
     parser.add_argument("--read", type=Path, help="plot: the recorded sweep")
-    parser.add_argument("--head-dims", type=numbers, help="with commas, instead of those chosen for this machine")
     options = parser.parse_args(arguments)
     if options.out is None:
         parser.error("--out names the file to write")
@@ -254,10 +253,9 @@ def main(arguments: list[str] | None = None) -> None:
         plot(options.read, options.out)
         return
     device = default_device()
-    shape, spans, blocks, head_dims = GPU if device.type == "cuda" else CPU
-    sizes = (shape, spans, blocks, options.head_dims or head_dims)
+    sizes = GPU if device.type == "cuda" else CPU
     points = sweep_points(sizes) if options.table == "sweep" else promise_points(sizes, device)
-    bench = Bench(device, shape, options.pairs)
+    bench = Bench(device, sizes[0], options.pairs)
     record = Record(options.out, options.table, device, options.seconds, pairs=options.pairs)
     print(HEADER)
     complete = record.fill(points, bench.row, show)

@@ -1,7 +1,7 @@
 """Record what the simulator, and on a Hopper GPU Triton's ConSan and compute-sanitizer, say of the kernels with planted bugs.
 
     python -m tools.record.gluon_verdicts simulate --out assets/results/gluon_verdicts.json       # any machine
-    python -m tools.record.gluon_verdicts gpu --out gpu.json [--seconds 600] [--judges consan,memcheck] [--sample 60]
+    python -m tools.record.gluon_verdicts gpu --out gpu.json [--seconds 600] [--judges consan,memcheck]
     python -m tools.record.gluon_verdicts table assets/results/gluon_verdicts.json gpu.json [...] --out verdicts.json
 
 The cases are those of tests/utils/gluon_cpu/verdict_cases.py. On the GPU every launch has a process of its own with a time limit,
@@ -31,6 +31,7 @@ from utils.files import ROOT
 SEEDS = (None, 1, 2, 3)
 TOOLS = ("memcheck", "racecheck", "synccheck")
 JUDGES = ("plain", "consan", *TOOLS)
+PROCESSES = 6  # launches at a time
 LIMIT_S = 45  # of one process; Triton compiles in it, and with ConSan that takes seconds
 SAME, DIFFERENT = "result: right", "result: wrong"
 
@@ -111,29 +112,9 @@ def is_finding(judge: str, line: str) -> bool:
     return False
 
 
-def telling_cases(count: int) -> list[Case]:
-    """Return a sample of the cases: two planted bugs for each correct kernel, and as many different ones as there can be.
-
-    The bugs take turns by their class and the kernel that they are planted in, the correct kernels by their section; so the
-    first cases of a shorter sample are those of a longer one.
-    """
-
-    def in_turn(cases: list[Case], group) -> list[Case]:
-        turns: dict = {}
-        for case in cases:
-            turns.setdefault(group(case), []).append(case)
-        ranked = [(turn, place, case) for place, of in enumerate(turns.values()) for turn, case in enumerate(of)]
-        return [case for *_, case in sorted(ranked, key=lambda item: item[:2])]
-
-    bugs = in_turn([case for case in CASES.values() if case.bug], lambda case: (case.bug, case.kernel))
-    correct = in_turn([case for case in CASES.values() if not case.bug], lambda case: case.kernel)
-    taken = correct[: count // 3]
-    return bugs[: count - len(taken)] + taken
-
-
-def judge_row(point: tuple[Case, str, float]) -> dict:
-    """Let one judge look at one case, in a process of its own with a limit in seconds."""
-    case, judge, limit = point
+def judge_row(point: tuple[Case, str]) -> dict:
+    """Let one judge look at one case, in a process of its own with a time limit."""
+    case, judge = point
     command = [sys.executable, "-m", "tools.record.gluon_verdicts", "run", case.label]
     # Without torch's cache of memory each tensor has its own allocation, and memcheck sees where it ends.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -152,7 +133,7 @@ def judge_row(point: tuple[Case, str, float]) -> dict:
         start_new_session=True,
     )
     try:
-        text, _ = process.communicate(timeout=limit)
+        text, _ = process.communicate(timeout=LIMIT_S)
         code: int | None = process.returncode
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)  # compute-sanitizer has a child of its own
@@ -160,9 +141,9 @@ def judge_row(point: tuple[Case, str, float]) -> dict:
     return {"case": case.label, "bug": case.bug, "judge": judge, **judge_verdict(judge, code, text)}
 
 
-def gpu_rows(points: list[tuple[Case, str, float]], processes: int) -> Iterator[dict]:
+def gpu_rows(points: list[tuple[Case, str]]) -> Iterator[dict]:
     """Judge the points, several processes at a time: most of a process is imports and compilation."""
-    pool = ThreadPoolExecutor(processes)
+    pool = ThreadPoolExecutor(PROCESSES)
     try:
         yield from pool.map(judge_row, points)
     finally:
@@ -292,10 +273,6 @@ def main() -> None:
     parser.add_argument("command", choices=("simulate", "gpu", "table", "run"))
     parser.add_argument("files", nargs="*", type=Path, help="table: the simulator's record, then those of a GPU")
     parser.add_argument("--judges", default=",".join(JUDGES), help="gpu: which judges, with commas between them")
-    parser.add_argument("--processes", type=int, default=6, help="gpu: launches at a time")
-    parser.add_argument("--sample", type=int, help="gpu: so many cases of all kinds in place of all")
-    parser.add_argument("--cases", type=Path, help="gpu: a file with the labels of the cases to judge, one a line")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="gpu: seconds that one process may take")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="gpu: stop after this time")
     options = parser.parse_args()
     if command == "simulate":
@@ -311,11 +288,8 @@ def main() -> None:
                 "There is no compute-sanitizer: put it on PATH, or name it in COMPUTE_SANITIZER. Its judges are left out."
             )
             judges = [judge for judge in judges if judge not in TOOLS]
-        cases = telling_cases(options.sample) if options.sample else list(CASES.values())
-        if options.cases:
-            cases = [CASES[label] for label in options.cases.read_text(encoding="utf-8").splitlines()]
-        points = [(case, judge, options.limit) for case in cases for judge in judges]
-        rows = gpu_rows(points, options.processes)
+        points = [(case, judge) for case in CASES.values() for judge in judges]
+        rows = gpu_rows(points)
         record = Record(
             options.out, "the same kernels on a GPU, judged by its own tools", seconds=options.seconds, judges=judges
         )

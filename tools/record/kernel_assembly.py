@@ -41,6 +41,8 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
     for head_dim, variant, flags in (
         (64, "few", {"mask": "causal"}),
         (64, "few", {}),
+        (64, "narrow", {"mask": "causal"}),
+        (64, "four", {"mask": "causal"}),
         (128, "three", {}),
         (64, "", {"mask": "packed"}),
         (128, "", {"mask": "window"}),

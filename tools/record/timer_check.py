@@ -26,6 +26,9 @@ from utils.benchmark.measuring import compare, measure
 
 SIZES = (1024, 2048, 4096)
 SINGLE_SIZES = (768, 2560, 5504, 11776)  # 5 us, 55 us, 500 us and 5 ms on an H200
+SINGLES = 20  # measurements of each matmul alone
+TRIALS = 200  # comparisons of each matmul with itself
+ROUNDS = 30  # of each timer against do_bench
 PAIRS = 50  # pairs of samples in each comparison of a matmul with itself
 ROUND_MS = 20.0  # time that do_bench spends on one round
 LOAD_MS = 5.0  # of the same kernel before each round
@@ -123,23 +126,15 @@ def show(row: dict) -> str:
 
 def main() -> int:
     """Measure and record the tables; return the exit status."""
-    parser = arguments_parser(__doc__)
-    parser.add_argument("--trials", type=int, default=200, help="comparisons of each matmul with itself; 0 for none")
-    parser.add_argument("--singles", type=int, default=20, help="measurements of each matmul alone")
-    parser.add_argument("--rounds", type=int, default=30, help="rounds of each timer against do_bench; 0 for none")
-    options = parser.parse_args()
+    options = arguments_parser(__doc__).parse_args()
     if not torch.cuda.is_available():
         print("error: the timer check needs an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
         return 1
     record = Record(options.out, "the timer against itself and against do_bench", "cuda")
-    record.fill(SINGLE_SIZES, lambda n: alone(n, options.singles), show, "alone")
-    if options.trials:
-        record.fill(SIZES, lambda n: against_itself(n, options.trials), show, "itself")
-    if options.rounds:
-        kernels = shared_kernels()
-        record.fill(
-            kernels, lambda name: against_do_bench(name, *kernels[name], rounds=options.rounds), show, "do_bench"
-        )
+    record.fill(SINGLE_SIZES, lambda n: alone(n, SINGLES), show, "alone")
+    record.fill(SIZES, lambda n: against_itself(n, TRIALS), show, "itself")
+    kernels = shared_kernels()
+    record.fill(kernels, lambda name: against_do_bench(name, *kernels[name], rounds=ROUNDS), show, "do_bench")
     record.finish()
     return 0
 

@@ -113,7 +113,6 @@ CHEATS = [
     ),
     # assembly
     File("assembly stores to an address", asm('"st.global.f32 [0], $1; mov.f32 $0, $1;"'), "compiled"),
-    File("assembly put together", asm('"s" + "t.global.f32 [0], $1; mov.f32 $0, $1;"'), "compiled"),
     File("assembly ends the block early", asm('"exit; mov.f32 $0, $1;"'), "run"),
     File(
         "assembly lets the next kernel begin",
@@ -150,8 +149,6 @@ CHEATS = [
     File(
         "what an earlier kernel left in shared memory", (("    q.store((o * ", "    unused = ((o * "),), "run", "differ"
     ),
-    File("the first half of the keys", ((SHAPE, "    sk = gl.cdiv(sk, 2)\n" + SHAPE),), "run", "differ"),
-    File("128 keys at most", ((SHAPE, "    sk = gl.minimum(sk, 128)\n" + SHAPE),), "run", "differ"),
     File(
         "the last block is left out",
         ((SHAPE, "    sk = gl.maximum(sk - BLOCK_N, BLOCK_N)\n" + SHAPE),),
@@ -203,9 +200,6 @@ CHEATS = [
         "run",
     ),
     File(
-        "the same weight for every key", softmax("p = gl.exp2(s * c - (top * c)[:, None])", "p = s * 0.0 + 1.0"), "run"
-    ),
-    File(
         "the output is not rescaled",
         softmax("return p, top, total, alpha", "return p, top, total, alpha * 0.0 + 1.0"),
         "run",
@@ -214,12 +208,6 @@ CHEATS = [
         "small weights count nothing",
         softmax("    total = total", "    p = gl.where(p > 0.05, p, 0.0)\n    total = total"),
         "run",
-    ),
-    File(
-        "the last product is left out",
-        (("    o = warpgroup_mma(p, v_ring.index(slot).reshape([BLOCK_N, BLOCK_D]), o)\n", ""),),
-        "run",
-        "differ",
     ),
     File(
         "it writes into its inputs",

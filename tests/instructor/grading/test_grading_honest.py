@@ -16,7 +16,7 @@ from tests.instructor import lab_cases
 from tests.instructor.grading.honest import ANSWERS, HABITS, NOTEBOOKS
 
 LABS = ("lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa")
-SEED = int(os.environ.get("HONEST_SEED", "20261128"))
+SEED = int(os.environ.get("HONEST_SEED", "20261129"))  # with this one each habit is drawn for some answer
 PACKS = max(map(len, ANSWERS.values()))  # notebooks that hold each answer once
 
 
@@ -53,18 +53,6 @@ def test_no_habit_changes_an_answer_into_nonsense(suite_lab):
 def test_right_answers_in_many_hands_get_every_point(suite_lab, pack):
     answers = {cell: list(texts.values())[pack % len(texts)] for cell, texts in ANSWERS.items()}
     assert losses(suite_lab, answers, list(NOTEBOOKS)[pack::PACKS], timeout=20) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(PACKS))
-def test_ordinary_habits_get_every_point(suite_lab, part):
-    """Habits in turn at the questions of the small lab, other ones in each part."""
-    habits = list(HABITS.values())
-    answers = {
-        cell: habits[(PACKS * n + part) % len(habits)](text)
-        for n, (cell, text) in enumerate(model_answers(suite_lab).items())
-    }
-    assert losses(suite_lab, answers, timeout=20) == {}
 
 
 @pytest.mark.slow

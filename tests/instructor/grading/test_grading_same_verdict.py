@@ -38,22 +38,12 @@ def _changes(lab: str, model: dict[str, str]) -> list[tuple[str, str, str]]:
     short = lab.partition("_")[0]
     wrong = importlib.import_module(f"tests.instructor.{short}_wrong_answers").WRONG_ANSWERS
     right = importlib.import_module(f"tests.instructor.{short}_right_answers").RIGHT_ANSWERS
-    found = []
-    for case in wrong:
-        text = lab_cases.changed_text(model[case.cell], case.replaces)
-        found.append((case.mistake, case.cell, f"{text}\n{case.code}" if case.code else text))
-    for name, cell, code in (entry[:3] for entry in right):
-        is_file = FILE_CELL.match(model[cell])
-        if not isinstance(code, str):
-            text = model[cell]
-            for before, after in code:
-                if before == lab_cases.BODY:
-                    text = lab_cases.changed_text(text, ((before, after),))
-                    continue
-                assert before in text, before
-                text = text.replace(before, after)  # everywhere, as lab 1's own tests do
-        else:
-            text = f"{is_file[0]}\n{code}" if is_file else f"{model[cell]}\n{code}"
+    found = [(case.mistake, case.cell, lab_cases.source_of(model, case)) for case in wrong]
+    for name, cell, change in right:
+        text = lab_cases.right_source(model, (name, cell, change))
+        if isinstance(change, str):  # code, which runs behind the model answer or is a file of its own
+            is_file = FILE_CELL.match(model[cell])
+            text = f"{is_file[0] if is_file else model[cell]}\n{text}"
         found.append((name, cell, text))
     return found
 

@@ -23,7 +23,7 @@ from instructor.grading.class_ import gradebook
 from instructor.grading.submission.plan import question_of
 from instructor.points import lab_path
 from tests.instructor import lab1_wrong_answers, lab2_wrong_answers, lab3_wrong_answers, lab4_wrong_answers
-from tests.instructor.lab_cases import WrongAnswer, changed_text, has_role
+from tests.instructor.lab_cases import WrongAnswer, has_role, source_of
 from utils.cli import app, mount_plugins
 
 # Students by what they hand in; platforms make such names.
@@ -55,8 +55,7 @@ def handed_in(built: Built, released: str, partly: tuple[str, ...], mistake: Wro
         for name, cell in cells.items()
         if has_role(cell, "grade") and cell.cell_type == "code"
     }
-    wrong = changed_text(answers[mistake.cell], mistake.replaces) + (f"\n\n{mistake.code}" if mistake.code else "")
-    some = {name: answers[name] for name in partly} | {mistake.cell: wrong}
+    some = {name: answers[name] for name in partly} | {mistake.cell: source_of(answers, mistake)}
     due = [name for name in points if question_of(name) in map(question_of, partly) and name not in mistake.lost]
 
     def filled(texts: dict[str, str]) -> str:

@@ -34,7 +34,3 @@ def other_table(pages, filled, page, like):
     for own, length in zip(table, filled, strict=True):
         own[-(-length // page) :] = 10**6
     return table
-
-
-def relative_error(out, expected):
-    return ((out.double() - expected).norm() / expected.norm()).item()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.utils.attention.errors import relative_error
 from utils.attention import (
     BACKENDS,
     AttentionUnsupported,
@@ -52,10 +53,6 @@ def tensors(b, h, hkv, sq, sk, d, dtype=torch.float32):
         torch.randn(b, hkv, sk, d, dtype=dtype),
         torch.randn(b, hkv, sk, d, dtype=dtype),
     )
-
-
-def relative_error(x, expected):
-    return ((x.double() - expected).norm() / expected.norm()).item()
 
 
 def test_reference_is_softmax_of_scaled_scores_row_by_row():

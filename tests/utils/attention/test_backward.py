@@ -7,17 +7,13 @@ import pytest
 import torch
 
 from tests.marks import slow_but_first
+from tests.utils.attention.errors import relative_error
 from utils.attention.reference import reference, reference_gradients
 from utils.machine.device import offline_compile_support
 
 pytestmark = pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
 
 LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative error: 2^-9 and 2^-12 a rounding, a few of them
-
-
-def relative_error(x, expected):
-    norm = expected.norm()
-    return ((x.double() - expected).norm() / norm).item() if norm > 1e-12 else x.double().abs().max().item()
 
 
 def tensors(batch, heads, kv_heads, sq, sk, head_dim, dtype, seed=0):

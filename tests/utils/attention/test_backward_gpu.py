@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tests.utils.attention.errors import relative_error
 from utils.attention import attention, last_run, reference_gradients
 from utils.machine.device import gluon_support
 
@@ -17,11 +18,6 @@ pytestmark = [
 
 LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 256, 383, 509, 640, 1024, 1500)
-
-
-def relative_error(x, expected):
-    norm = expected.norm()
-    return ((x.double() - expected).norm() / norm).item() if norm > 1e-9 else x.double().abs().max().item()
 
 
 def draw(batch, heads, kv_heads, sq, sk, head_dim, dtype, seed=0):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.utils.attention.decode_cases import other_table, random_cache, relative_error
+from tests.utils.attention.decode_cases import other_table, random_cache
+from tests.utils.attention.errors import relative_error
 from utils.attention import AttentionUnsupported, attention_decode, decode_reference, last_run
 from utils.attention.gluon.decode.plan import PAGES, SHARED_BYTES, TILES, Arrangement, Plan, Shape, arrange, refuse
 from utils.machine.device import offline_compile_support

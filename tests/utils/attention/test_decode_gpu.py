@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from tests.utils.attention.decode_cases import random_cache, relative_error
+from tests.utils.attention.decode_cases import random_cache
+from tests.utils.attention.errors import relative_error
 from utils.attention import attention, attention_decode, decode_reference, last_run, proof, reference
 from utils.machine.device import gluon_support
 

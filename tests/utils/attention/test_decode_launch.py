@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from tests.utils.attention.decode_cases import relative_error
+from tests.utils.attention.errors import relative_error
 from utils.attention import attention_decode, decode, decode_reference
 from utils.attention.gluon.decode import launch as decode_launch
 from utils.attention.gluon.decode.launch import LOG2_E, Launch

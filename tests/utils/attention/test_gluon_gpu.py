@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from tests.utils.attention.errors import relative_error
 from utils.attention import BACKENDS, allowed_keys, attention, find_backend, last_run, make_problem, proof, reference
 from utils.attention.backends.gluon import decodes
 from utils.machine.device import gluon_support
@@ -24,11 +25,6 @@ GROUPS = [
 ]
 SHAPES_PER_GROUP = 9  # 24 groups: 216 shapes
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 251, 256, 383, 509, 512, 640, 1021, 1024, 1500, 2039)
-
-
-def relative_error(x, expected):
-    norm = expected.norm()
-    return ((x.double() - expected).norm() / norm).item() if norm > 0 else x.double().abs().max().item()
 
 
 def rounding_error(q, k, v, expected, **options):

@@ -22,6 +22,7 @@ STEP_5 = [
         (64, {}),
         (64, {"mask": "causal"}),
         (64, {"variant": "few"}),
+        (64, {"variant": "four", "mask": "causal"}),
         (128, {"mask": "causal", "dtype": "fp16"}),
         (128, {}),
         (128, {"variant": "three"}),

@@ -13,6 +13,7 @@ import warnings
 import pytest
 import torch
 
+from tests.utils.attention.errors import relative_error
 from utils.attention import AttentionUnsupported, Recompiled, Refused, find_backend, make_problem, prepare
 from utils.attention import reference as reference_with_lse
 from utils.attention.backends.flex import fewer_stages, first_that_fits, needed_kernel_options
@@ -39,10 +40,6 @@ def reference(q, k, v, mask_mod=None, score_mod=None, **arguments):
     return reference_with_lse(q, k, v, mask_mod=mask_mod, score_mod=score_mod, **arguments)[0]
 
 
-def error(out, expected):
-    return float((out.double() - expected).norm() / expected.norm())
-
-
 @pytest.fixture(scope="module")
 def compiled():
     """One compiled call with all there is: grouped heads, captured document numbers, a captured table, an odd block."""
@@ -57,7 +54,7 @@ def compiled():
 def test_the_compiled_path_is_right_and_says_what_was_in_force(compiled):
     call, modifier = compiled
     expected = reference(*call.inputs, MASK, modifier)
-    assert error(call(), expected) < FP32_ERROR
+    assert relative_error(call(), expected) < FP32_ERROR
     settings = call.settings
     assert settings["backend"] == "flex" and settings["block_size"] == (32, 32) and settings["mode"] == "default"
     assert settings["mask"] == "both(causal, documents(ids))"
@@ -71,7 +68,7 @@ def test_the_compiled_path_is_right_and_says_what_was_in_force(compiled):
 def test_other_tensors_of_the_same_shape_are_computed_and_others_refused(compiled):
     call, modifier = compiled
     others = tensors(heads=4, seed=7)
-    assert error(call(*others), reference(*others, MASK, modifier)) < FP32_ERROR
+    assert relative_error(call(*others), reference(*others, MASK, modifier)) < FP32_ERROR
     call.check()
     with pytest.raises(TypeError, match="give q, k and v, or none"):
         call(others[0])
@@ -101,7 +98,7 @@ def test_a_prepared_call_survives_eight_others_and_a_reset_is_an_error():
     for length in range(16, 16 + 9):
         q, k, v = tensors(sq=length, sk=length)
         calls.append(prepare(q, k, v, backend="naive_compiled"))
-    assert all(error(call(), reference(*call.inputs)) < FP32_ERROR for call in calls)
+    assert all(relative_error(call(), reference(*call.inputs)) < FP32_ERROR for call in calls)
     for call in calls:
         call.check()
     torch._dynamo.reset()
@@ -149,7 +146,7 @@ def test_eager_and_stored_scores_are_right_without_a_warning():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             call = prepare(q, k, v, mask_mod=mask, score_mod=score_mod, backend=name, **options)
-        assert error(call(), reference(q, k, v, mask, score_mod)) < FP32_ERROR, name
+        assert relative_error(call(), reference(q, k, v, mask, score_mod)) < FP32_ERROR, name
 
 
 @pytest.mark.parametrize("name", ["naive", "flex_eager"])
@@ -186,7 +183,7 @@ def test_a_refusal_is_one_sentence_that_names_the_backends_that_can():
         assert word in refused(name, *qkv, **options)
     with torch.no_grad():  # then no gradient is asked for
         out = prepare(gradient, k, v, mask_mod=causal, backend="naive")()
-    assert error(out, reference(q, k, v, causal)) < FP32_ERROR
+    assert relative_error(out, reference(q, k, v, causal)) < FP32_ERROR
 
 
 def test_an_option_that_a_backend_does_not_take_is_refused():
@@ -319,7 +316,7 @@ def test_auto_takes_a_fused_backend_or_says_what_it_takes(monkeypatch):
     )
     attend = prepare(*doubles, mask_mod=causal)
     assert attend.settings["passed_over"][-1] == ("sdpa", "it was refused by its library.")
-    assert attend.backend.startswith("naive") and error(attend(), reference(*doubles, causal)) < 1e-12
+    assert attend.backend.startswith("naive") and relative_error(attend(), reference(*doubles, causal)) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -350,4 +347,4 @@ def test_eager_modifiers_that_differ_in_a_number_alone():
     for cap, length in ((10.0, 16), (20.0, 32), (30.0, 48)):  # torch sees a number change, and a size
         q, k, v = tensors(sq=length, sk=length)
         call = prepare(q, k, v, score_mod=score_mods.soft_cap(cap), backend="flex_eager")
-        assert error(call(), reference(q, k, v, None, score_mods.soft_cap(cap))) < FP32_ERROR
+        assert relative_error(call(), reference(q, k, v, None, score_mods.soft_cap(cap))) < FP32_ERROR

@@ -1,4 +1,4 @@
-"""Kernels for single properties of the simulator: helpers passed as arguments, timing, collecting."""
+"""Kernels for single properties of the simulator, such as timing and collecting."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,22 +16,6 @@ def store_matrix(y_ptr, x):
     layout: gl.constexpr = x.type.layout
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))[:, None]
     gl.store(y_ptr + rows * x.shape[1] + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :], x)
-
-
-@gluon.jit
-def square(x):
-    return x * x
-
-
-@gluon.jit
-def apply(x, function: gl.constexpr):
-    return function(x)
-
-
-@gluon.jit
-def squares(y_ptr, n):
-    for i in range(n):
-        gl.store(y_ptr + i, apply(i, square))
 
 
 @gluon.jit

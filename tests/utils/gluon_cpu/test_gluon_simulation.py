@@ -114,13 +114,6 @@ def test_no_thread_outlives_a_failure():
     assert threading.active_count() == before
 
 
-def test_functions_as_arguments():
-    y = torch.zeros(7, dtype=torch.int32)
-    with gluon_cpu.simulate():
-        small.squares[(1,)](y, 7)
-    assert y.tolist() == [i * i for i in range(7)]
-
-
 def test_bank_conflicts_are_tritons_count():
     y = torch.zeros(2, dtype=torch.int32)
     with gluon_cpu.simulate():
@@ -258,22 +251,17 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
 
 @pytest.mark.usefixtures("unwritten_is_nan")
 @pytest.mark.parametrize(
-    ("head_dim", "sk", "programs", "variant"),
-    [(64, 129, 4, "few"), (80, 385, 5, ""), (96, 200, 2, "three"), (128, 385, 5, "")],
-)
-def test_full_attention_in_several_tiles_a_program(head_dim, sk, programs, variant, monkeypatch):
-    """Step 5 without a mask: one to six tiles for each program, two to five blocks of keys, full and partial ones."""
-    monkeypatch.setattr(launch, "processors", lambda device: programs)
-    monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
-    simulated((3, 2, 1, 130, sk, head_dim), seed=sk)
-
-
-@pytest.mark.usefixtures("unwritten_is_nan")
-@pytest.mark.parametrize(
     ("shape", "causal", "window", "variant", "programs"),
     [
+        # One to six tiles for each program, two to five blocks of keys, full and partial ones.
+        ((3, 2, 1, 130, 129, 64), False, 0, "few", 4),
+        ((3, 2, 1, 130, 385, 80), False, 0, "", 5),
+        ((3, 2, 1, 130, 200, 96), False, 0, "three", 2),
+        ((3, 2, 1, 130, 385, 128), False, 0, "", 5),
         # One tile of 128 rows is two, if the first begins ten rows before them.
         ((1, 2, 1, 128, 1034, 64), True, 0, "few", 4),
+        ((1, 2, 1, 260, 270, 64), True, 0, "four", 2),
+        ((1, 1, 1, 200, 200, 64), True, 0, "narrow", 1),
         ((1, 2, 2, 130, 389, 128), True, 0, "", 2),
         ((1, 1, 1, 60, 520, 256), False, 0, "", 1),
         ((1, 1, 1, 100, 200, 256), False, 60, "one", 1),
@@ -281,8 +269,10 @@ def test_full_attention_in_several_tiles_a_program(head_dim, sk, programs, varia
         pytest.param((1, 2, 1, 200, 231, 64), True, 0, "", 1, marks=pytest.mark.slow),
     ],
 )
-def test_tiles_that_begin_before_the_first_query(shape, causal, window, variant, programs, monkeypatch):
-    """Step 5 where Sk - Sq is no multiple of 64; the same bits twice."""
+def test_several_tiles_a_program_and_tiles_that_begin_before_the_first_query(
+    shape, causal, window, variant, programs, monkeypatch
+):
+    """Step 5, also where Sk - Sq is no multiple of 64; the same bits twice."""
     monkeypatch.setattr(launch, "processors", lambda device: programs)
     monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
     (out, lse), (again, lse_again) = (simulated(shape, causal, window, seed=seed) for seed in (1, 2))

@@ -52,7 +52,7 @@ def step(work, block, q, o, p, state, more, masked):
 
     # The wait for the next keys makes a basic block of what comes before it: without it ptxas hoists the wait for P V
     # above the exponentials, and nothing overlaps. The wait for P V comes before `o` and the slot of V are used again.
-    if PLAN.consumers == 3:
+    if len(state) == 1:
         p, rows = whole_softmax(s, state[0], work.c, dtype, HIDING)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)

@@ -1,7 +1,7 @@
 """Tiles, slots and registers of each step, and which program computes which tile: plain Python, no Triton.
 
 Chosen on an H200 (docs/kernels/attention.md). Gluon's tile shapes are powers of two. Shared memory holds 227 KiB a block;
-a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24, or 3 x 128 x 160 + 128 x 32.
+a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24, 3 x 128 x 160 + 128 x 32, or 4 x 128 x 112 + 128 x 24.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class Case:
 _STEP_5 = {
     (64, ""): Plan(64, 128, 3, 4),
     (64, "few"): Plan(64, 128, 2, 3),
+    # Causal attention over few keys: blocks of 64 keys leave less of the diagonal's to masks, and a tile starts and ends sooner.
+    (64, "narrow"): Plan(64, 64, 3, 6),
+    (64, "four"): Plan(64, 64, 4, 7),
     (128, ""): Plan(128, 128, 2, 2),
     # Full attention in tiles of 192 rows, where they make fewer rounds.
     (128, "three"): Plan(128, 64, 3, 4),
@@ -89,6 +92,20 @@ def whole_tiles(tiles: int, consumers: int, programs: int) -> int:
 
 _PART = {1: 1.0, 2: 0.8, 3: 0.6}  # how long a part takes, in whole tiles, by consumers
 
+# How long a causal tile at head dimension 64 takes on an H200: microseconds, and more for each 128 keys.
+_CAUSAL = {"": (1.5, 1.3), "few": (1.2, 1.0), "narrow": (0.5, 1.6), "four": (0.8, 2.0)}
+
+
+def longest_load(costs: Sequence[float], heads: int, programs: int) -> float:
+    """Return how long the program with the most work takes, if each tile of each head goes to the one with the least (`deal_tiles`)."""
+    if len(costs) * heads > 8 * programs:
+        return sum(costs) * heads / programs
+    loads = [0.0] * programs  # a heap
+    for cost in sorted(costs, reverse=True):
+        for _ in range(heads):
+            heapq.heapreplace(loads, loads[0] + cost)
+    return max(loads)
+
 
 def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int) -> str:
     """Name the variant of step 5's plan that an attention takes.
@@ -96,8 +113,8 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
     "one": each program has a tile of 64 rows at most, or two where tiles of 128 are a few too many, or causal rows are dealt out
-    more evenly. "few": tiles of 128 rows at head dimension 64, for few tiles or many masks. "three": full attention in fewer
-    rounds of larger tiles. "": any other.
+    more evenly. "few": tiles of 128 rows at head dimension 64, for few tiles or many masks. "narrow", "four": few causal keys.
+    "three": full attention in fewer rounds of larger tiles. "": any other.
     """
     d, full = block_head_dim(head_dim), not causal and not window
     small = "few" if d == 64 else ""
@@ -113,13 +130,19 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
         return "one" if rounds("one") == 1 or (causal and not window and sq == sk) else small
     if d > 64:  # a round of 192 rows takes 1.52 times as long as one of 128
         return "three" if full and d == 128 and 1.52 * rounds("three") <= rounds("") else ""
+    if causal and not window:
+
+        def load(name: str) -> float:
+            plan, (start, block) = plan_for(5, head_dim, name), _CAUSAL[name]
+            costs = [start + block * n * plan.block_n / 128 for n in tile_blocks(plan, sq, sk, True, 0)]
+            return longest_load(costs, heads, programs)
+
+        return min(_CAUSAL, key=load)
     few, large, blocks = rounds("few"), rounds(""), -(-sk // 128)
     if window:
         # Many masks: the window's edges, or the diagonal, go through more than a quarter of the blocks that a tile sees.
         seen = min(blocks, (192 + (1 if causal else 2) * (window - 1) - 1) // 128 + 2)
         fits = seen < (12 if causal else 20) and (128 if causal else 160) * few <= 192 * large
-    elif causal:  # larger tiles take 0.88 of the time, and smaller ones end together, which tells over few keys
-        fits = sq <= 1024 or large <= (2 if sq <= 1500 else 1)
     elif rounds("one") == 2:  # just over a round of 128 rows: 0.87 and 0.95 of the time of tiles of 192
         return "one"
     else:  # larger tiles take 1.29 times as long for a block of keys, and 3.6 blocks, not 2, for start and end

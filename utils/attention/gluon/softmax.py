@@ -2,8 +2,8 @@
 
 A warp of an m64 product holds 16 rows, and each thread holds elements of two of them, r and r + 8. With up to two consumers
 the rows r and the rows r + 8 have a softmax each, so that the wait for P V can stand between the two: packing and summing
-of the first half then fill the gaps between the exponentials of the second. With 160 registers ptxas would put that wait
-first, and nothing would overlap: three consumers compute all rows as one piece. Scores are in base 2 (`shared.py`).
+of the first half then fill the gaps between the exponentials of the second. With 160 registers or less ptxas would put that wait
+first, and nothing would overlap: three or four consumers compute all rows as one piece. Scores are in base 2 (`shared.py`).
 
 The running maximum follows the true one only when that has grown by more than 2^8. The result is exact all the same,
 because sum and output carry the same factor, and after the first blocks hardly any warp multiplies its output again.

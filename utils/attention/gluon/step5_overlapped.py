@@ -1,7 +1,7 @@
 """Step 5, the fastest: products overlapped with softmax, a persistent grid. FlashAttention forward for Hopper.
 
 One block stays on each SM and walks over tiles of query rows. Its producer warp loads Q, K and V by TMA, running
-ahead as far as the rings of shared memory allow, into the next tile too. One to three consumer warpgroups own 64 rows
+ahead as far as the rings of shared memory allow, into the next tile too. One to four consumer warpgroups own 64 rows
 each. A consumer hands Q K(i) to the tensor cores and P V(i-1) behind it, waits for the scores only, and computes their
 softmax while P V(i-1) is still running; scores, probabilities and output never leave its registers. Keys are walked
 from the last block to the first, so the masked blocks of a causal tile come first.
@@ -162,7 +162,7 @@ def attention_step5(
     """Allocate rings and barriers, then start the roles: a producer warp and PLAN.consumers consumer warpgroups."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     # Registers of a thread: 65536 on a multiprocessor, of which a consumer leaves the producer's warpgroup 24 or 32.
-    REGISTERS: gl.constexpr = 160 if CONSUMERS == 3 else 240
+    REGISTERS: gl.constexpr = 240 if CONSUMERS < 3 else 160 if CONSUMERS == 3 else 112
     PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
     HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
     # With two tiles of Q, the next one is loaded while a tile is computed; two of 128 x 256 do not fit.
@@ -182,16 +182,17 @@ def attention_step5(
         (q, k, v)[ring].make_barriers(1, (q, k, v)[ring].SLOTS)
     results = ((o_desc, out_ptr, eighths), lse_ptr)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
-    # registers that are left. With one or two consumers the last roles fall away.
+    # registers that are left. With fewer consumers than four the last roles fall away.
     gl.warp_specialize(
         [
             (consumer, (work, results, 0)),
             (producer, (work, (q_desc, k_desc, v_desc))),
             (consumer, (work, results, 1)),
             (consumer, (work, results, 2)),
+            (consumer, (work, results, 3)),
         ][: CONSUMERS + 1],
-        [1, 4, 4][:CONSUMERS],
-        [32 if CONSUMERS == 3 else 24, REGISTERS, REGISTERS][:CONSUMERS],
+        [1, 4, 4, 4][:CONSUMERS],
+        [32 if CONSUMERS == 3 else 24, REGISTERS, REGISTERS, REGISTERS][:CONSUMERS],
     )
 
 
