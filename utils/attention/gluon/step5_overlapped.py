@@ -91,7 +91,8 @@ def consumer(work, results, W: gl.constexpr):
 
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         q, left = work.q.tile(i, W), None
-        if BLOCK_D == 128:  # half of Q stays in registers: shared memory is as busy as the tensor cores
+        if BLOCK_D == 128 or (BLOCK_D == 64 and PLAN.consumers < 3):
+            # 64 columns of Q stay in registers: shared memory is as busy as the tensor cores.
             left = q.slice(0, 64, 1).load(left_operand(BLOCK_N))
         block = Block(it, row, base + (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, (q, left))
