@@ -102,8 +102,7 @@ def attention(
             those that can.
     """
     global _last
-    read = mask_mod, score_mod, seqlens, cu_seqlens
-    if torch.compiler.is_exporting() and any(x is not None for x in read):
+    if torch.compiler.is_exporting() and any(x is not None for x in (mask_mod, score_mod, seqlens, cu_seqlens)):
         raise TypeError("torch.export traces no masks, modifiers or lengths: export a call without them.")
     compiling = torch.compiler.is_dynamo_compiling()  # `is_compiling` is also true while another thread compiles
     if compiling or seqlens is not None or cu_seqlens is not None or sink is not None:
