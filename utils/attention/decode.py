@@ -154,7 +154,7 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, seqlens: torch.
     pages, kv_heads, page, head_dim = cache.shape
     valid = (block_table >= 0) & (block_table < pages)
     if cache.device.type == "cpu":
-        used = torch.arange(block_table.shape[1]) * page < seqlens[:, None]
+        used = torch.arange(block_table.shape[1], device=cache.device) * page < seqlens[:, None]
         if len(wrong := block_table[used & ~valid]):
             raise ValueError(f"block_table has {wrong[0]} where a sequence has tokens; pages are 0 to {pages - 1}.")
     numbers = torch.where(valid, block_table, 0).long()

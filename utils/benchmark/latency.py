@@ -66,8 +66,8 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
     before the calls, its own result included. Use this number to compare two functions.
 
     On a GPU both numbers come from torch's allocator. On a CPU the addition comes from torch's allocation events, and
-    the peak is the addition plus the storages of the tensors alive before the call. Neither contains memory that
-    libraries such as oneDNN take without torch's allocator.
+    the peak is the addition plus the storages of the tensors alive before the call. Neither contains memory of
+    other threads, or that libraries such as oneDNN take without torch's allocator.
 
     Args:
         fn: called exactly n_warmup + n_repeat times; its results are dropped.

@@ -84,8 +84,8 @@ def document_ids(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
     lengths = [whole_number("a document's length", length) for length in lengths]
     if not lengths:
         raise ValueError("document_ids() was given no lengths; give one whole number a document.")
-    numbers = torch.arange(len(lengths), dtype=torch.int32)
-    return torch.repeat_interleave(numbers, torch.tensor(lengths)).to(device)
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
+    return torch.repeat_interleave(numbers, torch.tensor(lengths, device="cpu")).to(device)
 
 
 def document_lengths(mask_mod: Any, tokens: int) -> tuple[int, ...]:
