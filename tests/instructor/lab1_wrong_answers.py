@@ -29,7 +29,6 @@ WRONG_ANSWERS = [
         ("square only", ("b.shape[1]", "k_size = m_size"), ("raised IndexError", "is wrong in", "shape")),
         ("no return", ("    return c\n", ""), "is a return missing"),
         ("b transposed", ("b[k, j].item()", "b[j, k].item()"), ("Which index", "IndexError")),
-        ("assigned, not added", ("total += a[i, k]", "total = a[i, k]"), "where is the sum set back"),
         ("always float32", ("dtype=a.dtype, device=a.device", "device=a.device"), "should have dtype"),
         ("on the CPU", ("dtype=a.dtype, device=a.device", "dtype=a.dtype"), "device=a.device"),
         ("row of lists", ("m_size, k_size = a.shape", "m_size, k_size = a.shape\n    a.tolist()"), ".tolist()"),

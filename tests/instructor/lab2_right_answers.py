@@ -66,17 +66,6 @@ def window_per_head(windows):
 def sinks_and_window(sinks, window):
     return lambda b, h, q, k: (q >= k) & ((k < sinks) | (q - k < window))
 
-# %% q3_1: blocks counted one by one
-def count_blocks(mask, block):
-    full = partial = empty = 0
-    for i in range(0, mask.shape[0], block):
-        for j in range(0, mask.shape[1], block):
-            seen = int(mask[i:i + block, j:j + block].sum())
-            full += seen == block * block
-            empty += seen == 0
-            partial += 0 < seen < block * block
-    return full, partial, empty
-
 # %% q3_3: online softmax, block by block
 def block_sparse_attention(q, k, v, block_mask):
     rows, columns = block_mask.BLOCK_SIZE
@@ -203,20 +192,6 @@ def masked_attention(q, k, v, mask):
     scores = scores.view(b, h, s, -1).masked_fill_(~mask, -10000.0)
     p = torch.softmax(scores, -1).masked_fill(~mask, 0.0)
     return torch.bmm(p.view(b * h, s, -1), v.reshape(b * h, -1, v.shape[-1])).view(b, h, s, -1)
-
-# %% q2_1: torch functions instead of operators
-def causal(b, h, q_idx, kv_idx):
-    return torch.le(kv_idx, q_idx)
-
-def sliding_window(window):
-    def mask_mod(b, h, q_idx, kv_idx):
-        return (q_idx >= kv_idx).logical_and(q_idx - kv_idx <= window - 1)
-    return mask_mod
-
-def prefix_lm(prefix):
-    def mask_mod(b, h, q_idx, kv_idx):
-        return causal(b, h, q_idx, kv_idx) | torch.lt(kv_idx, prefix)
-    return mask_mod
 
 # %% q2_1: masks as classes
 class sliding_window:

@@ -21,14 +21,14 @@ def test_a_row_is_a_line_and_the_file_is_json():
 
 def test_every_row_is_saved_and_the_end_is_marked(tmp_path, capsys):
     path = tmp_path / "new" / "squares.json"
-    record = Record(path, "squares", pairs=3)
+    record = Record(arguments_parser("What.").parse_args(["--out", str(path)]), "squares", pairs=3)
     saved = []
 
     def square(n: int) -> dict:
         saved.append(len(read_record(path)["rows"]) if path.exists() else 0)
         return {"n": n, "square": n * n}
 
-    assert record.fill([1, 2, 3], square, lambda row: f"{row['n']} -> {row['square']}")
+    record.fill([1, 2, 3], square, lambda row: f"{row['n']} -> {row['square']}")
     assert saved == [0, 1, 2] and not read_record(path)["complete"]
     record.finish()
     written = read_record(path)
@@ -39,19 +39,21 @@ def test_every_row_is_saved_and_the_end_is_marked(tmp_path, capsys):
 
 def test_a_run_out_of_time_says_so_and_without_a_path_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    record = Record(None, "squares", seconds=60.0)
+    record = Record(arguments_parser("What.").parse_args(["--seconds", "60"]), "squares")
     record.fill([1], lambda n: {"n": n}, str)
     record.began -= 61.0
-    assert not record.fill([2], lambda n: {"n": n}, str)
+    record.fill([2], lambda n: {"n": n}, str)
     record.finish()
-    assert record.contents["rows"] == [{"n": 1}] and "before the table was complete" in capsys.readouterr().out
+    assert record.contents["rows"] == [{"n": 1}] and not record.contents["complete"]
+    assert "before the table was complete" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_options_that_belong_together(capsys):
     assert arguments_parser("What.", pairs=15).parse_args([]).pairs == 15
     with pytest.raises(SystemExit):
-        attention_ratios.main(["ratios"])
+        flex_sweep.main(["sweep"])
+    assert "--out names the file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         flex_sweep.main(["plot", "--out", "x.svg"])
     assert "--read" in capsys.readouterr().err
@@ -70,8 +72,8 @@ def test_recorded_tables_can_still_be_read_shown_and_averaged():
 
 
 def test_the_forward_kernels_shapes_are_drawn_by_seed():
-    shapes = attention_ratios.random_shapes()
-    assert len(shapes) == 40 and shapes == attention_ratios.random_shapes() != attention_ratios.random_shapes(seed=41)
+    shapes = attention_ratios.random_shapes(40)
+    assert len(shapes) == 40 and shapes == attention_ratios.random_shapes(40) != attention_ratios.random_shapes(41)
     assert all(500 <= shape[s] <= 40_000 for shape in shapes for s in ("sq", "sk"))
     assert all(shape["sk"] >= shape["sq"] or not shape["causal"] for shape in shapes)
     assert {shape["head_dim"] for shape in shapes} == {64, 128, 256}

@@ -1,4 +1,4 @@
-"""The timer check says that it needs a GPU where there is none, and counts what its tables promise."""
+"""The timer check counts what its tables promise."""
 
 import itertools
 import sys

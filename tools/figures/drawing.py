@@ -83,17 +83,15 @@ class Card:
         *,
         fill: str = PAPER,
         edge: str = INK,
-        line: float = 1.0,
         round: float = 3,
         size: float = 9,
         color: str = INK,
         weight: str = "normal",
-        hatch: str = "",
         zorder: float = 2,
     ) -> None:
         """Draw a box with rounded corners and its text in the middle."""
         inner, pad = ((x + round, y + round), w - 2 * round, h - 2 * round), f"round,pad={round}"
-        look = {"facecolor": fill, "edgecolor": edge, "linewidth": line, "hatch": hatch, "zorder": zorder}
+        look = {"facecolor": fill, "edgecolor": edge, "linewidth": 1.0, "zorder": zorder}
         self.ax.add_patch(FancyBboxPatch(*inner, boxstyle=pad, **look))
         if text:
             self.text(x + w / 2, y + h / 2, text, size=size, color=color, weight=weight)
@@ -145,13 +143,11 @@ class Card:
         line: float = 1.2,
         head: str = "-|>",
         style: str = "-",
-        bend: float = 0.0,
     ) -> None:
         """Draw an arrow from one point to another; without an arrow head if `head` is "-"."""
         look = {"color": color, "linewidth": line, "linestyle": style, "joinstyle": "miter", "capstyle": "butt"}
         ends = {"arrowstyle": head, "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
-        bow = f"arc3,rad={bend}"
-        self.ax.add_patch(FancyArrowPatch((x0, y0), (x1, y1), connectionstyle=bow, zorder=3, **ends, **look))
+        self.ax.add_patch(FancyArrowPatch((x0, y0), (x1, y1), zorder=3, **ends, **look))
 
     def dot(
         self,
@@ -173,16 +169,16 @@ class Card:
         look = {"color": color, "linewidth": line, "linestyle": style, "solid_joinstyle": "miter"}
         self.ax.plot(*zip(*points, strict=True), zorder=3, scalex=False, scaley=False, **look)
 
-    def route(self, *points: tuple[float, float], color: str = SOFT, line: float = 1.2, style: str = "-") -> None:
+    def route(self, *points: tuple[float, float], color: str = SOFT, style: str = "-") -> None:
         """Draw a line through the points that ends in an arrow head."""
         if len(points) > 2:
-            self.path(*points[:-1], color=color, line=line, style=style)
+            self.path(*points[:-1], color=color, style=style)
         (x0, y0), (x1, y1) = points[-2:]
-        self.arrow(x0, y0, x1, y1, color=color, line=line, style=style)
+        self.arrow(x0, y0, x1, y1, color=color, style=style)
 
-    def shape(self, *points: tuple[float, float], fill: str, edge: str = "none", zorder: float = 1) -> None:
+    def shape(self, *points: tuple[float, float], fill: str) -> None:
         """Draw a filled polygon."""
-        self.ax.add_patch(Polygon(points, closed=True, facecolor=fill, edgecolor=edge, zorder=zorder))
+        self.ax.add_patch(Polygon(points, closed=True, facecolor=fill, edgecolor="none", zorder=1))
 
     def grid(
         self,

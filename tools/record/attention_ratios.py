@@ -15,13 +15,14 @@ import functools
 import itertools
 import math
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
 import torch
 
-from tools.record.common import Record, arguments_parser
+from tools.record.common import Record, arguments_parser, relative_difference
 from utils.attention import attention, find_backend, make_problem
 from utils.attention.reference import reference
 from utils.benchmark import intervals as stats
@@ -39,11 +40,6 @@ def inputs(head_dim: int, length: int) -> list[torch.Tensor]:
     """Draw q, k and v of one shape, (B, H, S, D) in bf16 with B x S = 16384 tokens and H x D = 2048."""
     shape = (max(1, TOKENS // length), HEADS[head_dim], length, head_dim)
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-
-
-def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return |a - b| / |b| in the Frobenius norm, computed in float64."""
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def speed_of(kernel: Measurement, other: Measurement, flops: float) -> dict:
@@ -91,10 +87,10 @@ def ratio_row(head_dim: int, length: int, causal: bool, other: str, pairs: int) 
     return row | {"against": other} | timed_point(head_dim, length, causal, pairs)[other]
 
 
-def random_shapes(seed: int = 40, count: int = 40) -> list[dict]:
-    """Draw shapes: lengths 500 to 40,000 evenly in their logarithm, tails, grouped heads, Sq != Sk, windows, batch 1 to 16."""
+def random_shapes(seed: int) -> list[dict]:
+    """Draw forty shapes: lengths 500 to 40,000 evenly in their logarithm, tails, grouped heads, Sq != Sk, windows, batch 1 to 16."""
     draw, shapes = random.Random(seed), list[dict]()
-    while len(shapes) < count:
+    while len(shapes) < 40:
         sq = sk = round(math.exp(draw.uniform(math.log(500), math.log(40_000))))
         if draw.random() < 0.5:
             sq = sk = max(512, sk // 128 * 128)
@@ -151,7 +147,7 @@ def show_random(row: dict) -> str:
 def random_summary(rows: list[dict]) -> dict:
     """Return the geometric mean of the ratios to the fastest other backend, the smallest, and how many are under 0.95."""
     ratios = [row["ratio"] for row in rows]
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    mean = statistics.geometric_mean(ratios)
     return {"geometric_mean": mean, "smallest": min(ratios), "under_0.95": sum(r < 0.95 for r in ratios)}
 
 
@@ -178,7 +174,7 @@ def geometric_means(rows: list[dict]) -> dict[str, float]:
         if "ratio" in row:
             key = f"D={row['head_dim']} {'long' if row['length'] >= 8192 else 'short'} {row['against']}"
             groups.setdefault(key, []).append(row["ratio"])
-    return {key: math.exp(sum(map(math.log, values)) / len(values)) for key, values in groups.items()}
+    return {key: statistics.geometric_mean(values) for key, values in groups.items()}
 
 
 def show(row: dict) -> str:
@@ -197,26 +193,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("table", choices=("ratios", "random", "ladder"))
     parser.add_argument("--seed", type=int, default=40, help="random: what the shapes are drawn by")
     options = parser.parse_args(arguments)
-    if options.out is None:
-        parser.error("--out names the file to write")
     torch.manual_seed(0)
-    record = Record(options.out, options.table, "cuda", options.seconds, pairs=options.pairs)
+    record = Record(options, options.table, "cuda", pairs=options.pairs)
     if options.table == "random":
-        measure = functools.partial(random_row, pairs=options.pairs)
         record.contents["seed"] = options.seed
-        complete = record.fill(random_shapes(options.seed), measure, show_random)
+        record.fill(random_shapes(options.seed), partial(random_row, pairs=options.pairs), show_random)
         record.contents["summary"] = random_summary(record.contents["rows"])
         print(record.contents["summary"])
-        record.finish() if complete else record.save()
-        return
-    measure_row, variants = (ratio_row, OTHERS) if options.table == "ratios" else (ladder_row, range(1, 6))
-    points = itertools.product(HEADS, LENGTHS, (False, True), variants)
-    complete = record.fill(points, lambda point: measure_row(*point, pairs=options.pairs), show)
+    else:
+        measure_row, variants = (ratio_row, OTHERS) if options.table == "ratios" else (ladder_row, range(1, 6))
+        points = itertools.product(HEADS, LENGTHS, (False, True), variants)
+        record.fill(points, lambda point: measure_row(*point, pairs=options.pairs), show)
     if options.table == "ratios":
         record.contents["geometric_means"] = geometric_means(record.contents["rows"])
         for key, mean in record.contents["geometric_means"].items():
             print(f"{key:<28}{mean:.3f}")
-    record.finish() if complete else record.save()
+    record.finish()
 
 
 if __name__ == "__main__":

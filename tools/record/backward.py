@@ -14,14 +14,14 @@ import functools
 import itertools
 import math
 import random
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from tools.record.attention_ratios import relative_difference
-from tools.record.common import Record, arguments_parser
+from tools.record.common import Record, arguments_parser, relative_difference
 from utils.benchmark.measuring import measure_together
 
 PEERS = ("cudnn", "fa3", "fa4")
@@ -86,7 +86,7 @@ def flash_backward(version: int, q, k, v, dout, out, lse, point: Point) -> Gradi
     return lambda: tuple(x.transpose(1, 2) for x in call()[:3])
 
 
-def gluon_backward(q, k, v, dout, out, lse, point: Point, deterministic: bool = False) -> Gradients:
+def gluon_backward(q, k, v, dout, out, lse, point: Point, deterministic: bool) -> Gradients:
     """Return the call of the Gluon backward pass."""
     from utils.attention.gluon.backward.launch import backward
 
@@ -98,7 +98,7 @@ MAKERS: dict[str, Callable[..., Gradients]] = {
     "cudnn": cudnn_backward,
     "fa3": functools.partial(flash_backward, 3),
     "fa4": functools.partial(flash_backward, 4),
-    "gluon": gluon_backward,
+    "gluon": functools.partial(gluon_backward, deterministic=False),
     "deterministic": functools.partial(gluon_backward, deterministic=True),
 }
 
@@ -111,15 +111,15 @@ def table_points() -> list[Point]:
     ]
 
 
-def drawn_points(seed: int, count: int = 24) -> list[Point]:
-    """Draw shapes of training, a third each without a mask, causal, and causal with a window of 128 to 4096 positions.
+def drawn_points(seed: int) -> list[Point]:
+    """Draw 24 shapes of training, a third each without a mask, causal, and causal with a window of 128 to 4096 positions.
 
     400 to 24,000 queries, in a third of the shapes not as many as keys; batch 1 to 8, 4 to 32 heads, of which 1 to 8 share a
     head of keys. A query of a causal mask that sees no key is another question, and what takes too long is drawn again.
     """
     draw = random.Random(seed)
     found: list[Point] = []
-    while len(found) < count:
+    while len(found) < 24:
         kind, head_dim = ("full", "causal", "window")[len(found) % 3], (64, 80, 96, 128, 256)[len(found) % 5]
         length = keys = round(math.exp(draw.uniform(math.log(400), math.log(24_000))))
         if draw.random() < 1 / 3:
@@ -188,7 +188,7 @@ def geometric_means(rows: list[dict]) -> dict[str, float]:
         for name, ratio in (ratios | ({"best": min(ratios.values())} if ratios else {})).items():
             for group in (f"D={row['head_dim']}", f"D={row['head_dim']} {kind}", kind, "all"):
                 groups.setdefault(f"{group} {name}", []).append(ratio)
-    return {key: math.exp(sum(map(math.log, values)) / len(values)) for key, values in sorted(groups.items())}
+    return {key: statistics.geometric_mean(values) for key, values in sorted(groups.items())}
 
 
 def show(row: dict) -> str:
@@ -207,20 +207,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--fa3", type=Path, help="FlashAttention 3's library, _C.so")
     parser.add_argument("--seed", type=int, default=20261130, help="drawn: what the shapes are drawn by")
     options = parser.parse_args(arguments)
-    if options.out is None:
-        parser.error("--out names the file to write")
     if options.fa3:
         torch.ops.load_library(str(options.fa3.expanduser()))
     drawn = options.table == "drawn"
     names = ["gluon", *PEERS] + ([] if drawn else ["deterministic"])
     torch.manual_seed(0)
     points = drawn_points(options.seed) if drawn else table_points()
-    record = Record(options.out, f"backward {options.table}", "cuda", options.seconds, samples=options.pairs)
-    complete = record.fill(points, lambda point: measured_row(point, names, options.pairs), show)
+    record = Record(options, f"backward {options.table}", "cuda", samples=options.pairs)
+    record.fill(points, lambda point: measured_row(point, names, options.pairs), show)
     record.contents["geometric_means"] = geometric_means(record.contents["rows"])
     for key, mean in record.contents["geometric_means"].items():
         print(f"{key:<24}{mean:.3f}")
-    record.finish() if complete else record.save()
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -25,14 +25,12 @@ def arguments_parser(description: str, pairs: int | None = None) -> argparse.Arg
 
     Args:
         description: the docstring of the script; its first line is printed by `--help`.
-        pairs: default of `--pairs`, for a script that compares many points; such a script has `--seconds` too.
+        pairs: default of `--pairs`, for a script that compares many points.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file to write; for `plot`, the picture")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no row after this time")
     if pairs is not None:
-        parser.add_argument(
-            "--seconds", type=float, default=math.inf, help="stop after this time, with the rows so far"
-        )
         parser.add_argument("--pairs", type=int, default=pairs, help="interleaved pairs of each comparison")
     return parser
 
@@ -41,27 +39,23 @@ class Record:
     """A recorded file that grows row by row; a run that is stopped leaves the rows that it has measured."""
 
     def __init__(
-        self,
-        path: Path | None,
-        what: str,
-        device: torch.device | str | None = None,
-        seconds: float = math.inf,
-        **method: Any,
+        self, options: argparse.Namespace, what: str, device: torch.device | str | None = None, **method: Any
     ) -> None:
-        """Begin the record.
+        """Begin the record; end the script with a sentence where it needs a GPU that is not here.
 
         Args:
-            path: the JSON file; None writes no file, and the rows are only printed.
+            options: those of the parser: without `out` no file is written, and the rows are only printed.
             what: a sentence or a word for the reader of the file.
             device: the device whose machine is described; by default this machine's own.
-            seconds: time for the whole run; `fill` starts no row after it.
             **method: how it was measured, such as `pairs=15`.
         """
-        self.path, self.seconds, self.began = path, seconds, time.monotonic()
+        if device == "cuda" and not torch.cuda.is_available():
+            raise SystemExit("This is measured on an NVIDIA GPU, and torch finds none here.")
+        self.path, self.seconds, self.began, self.stopped = options.out, options.seconds, time.monotonic(), False
         self.contents = {"what": what, "environment": environment(device), **method, "complete": False}
 
-    def fill(self, points: Iterable, measure: Callable, show: Callable[[dict], str], table: str = "rows") -> bool:
-        """Measure each point, print its row and save the file; return False if the time was over before the last one.
+    def fill(self, points: Iterable, measure: Callable, show: Callable[[dict], str], table: str = "rows") -> None:
+        """Measure each point, print its row and save the file; stop when the time is over.
 
         Args:
             points: what `measure` takes, one for each row.
@@ -73,15 +67,15 @@ class Record:
         for point in points:
             if time.monotonic() - self.began > self.seconds:
                 print(f"stopped after {self.seconds:g} s, before the table was complete")
-                return False
+                self.stopped = True
+                return
             rows.append(measure(point))
             print(show(rows[-1]), flush=True)
             self.save()
-        return True
 
     def finish(self) -> None:
-        """Mark the record as complete and save it."""
-        self.contents["complete"] = True
+        """Save the record, as complete unless the time was over before the end."""
+        self.contents["complete"] = not self.stopped
         self.save()
 
     def save(self) -> None:
@@ -104,6 +98,11 @@ def to_text(contents: dict) -> str:
 def read_record(path: Path) -> dict:
     """Read a recorded file."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return |a - b| / |b| in the Frobenius norm, computed in float64."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def machine_name(record: dict) -> str:

@@ -12,6 +12,7 @@ record says why ("left_out").
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,12 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tools.record.common import Record, arguments_parser
+from tools.record.common import Record, arguments_parser, relative_difference
 from utils.attention import attention, attention_decode, decode_reference, proof
 from utils.benchmark.intervals import speedup
 from utils.benchmark.measuring import measure, measure_together
 
-# Sequences, heads, heads of keys, keys, head dimension: from one long sequence to many short ones.
+SIZES = ("batch", "heads", "kv_heads", "keys", "head_dim", "new_tokens")
+# From one long sequence to many short ones.
 CACHES = (
     (1, 32, 8, 2048, 128),
     (1, 32, 8, 8192, 128),
@@ -51,10 +53,8 @@ def draw(batch: int, heads: int, kv_heads: int, keys: int, head_dim: int, new_to
     return tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
 
 
-def others(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fa3: bool, fa4: bool, left_out: dict | None = None
-) -> dict[str, Callable]:
-    """Return the other libraries' calls that run here; why one does not is written to `left_out`."""
+def others(q, k, v, fa3: bool, fa4: bool) -> tuple[dict[str, Callable], dict[str, str]]:
+    """Return the other libraries' calls that run here, and why the others do not."""
     grouped = q.shape[1] != k.shape[1]
 
     def pinned(backend: SDPBackend) -> torch.Tensor:
@@ -81,7 +81,7 @@ def others(
             return partial(flash_attn_func, *tokens_first, causal=q.shape[2] > 1)
 
         makers["fa4"] = flash_attention_4
-    calls: dict[str, Callable] = {}
+    calls, left_out = dict[str, Callable](), dict[str, str]()
     for name, make in makers.items():
         try:
             calls[name] = make()
@@ -89,53 +89,37 @@ def others(
             torch.cuda.synchronize()
         except Exception as error:  # a library that is not here, or cannot do this shape
             calls.pop(name, None)
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
-            print(f"  {name}: {reason}")
-            if left_out is not None:
-                left_out[name] = reason
-    return calls
+            left_out[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+            print(f"  {name}: {left_out[name]}")
+    return calls, left_out
 
 
-def time_together(calls: dict[str, Callable], bytes_: int) -> dict[str, list[float]]:
-    """Time the calls, interleaved: microseconds of each sample."""
+def time_together(calls: dict[str, Callable], bytes_: int) -> tuple[dict[str, tuple], dict[str, float]]:
+    """Time the calls, interleaved: milliseconds of each sample, and the median in microseconds."""
     method = {"warmup": 4, "iterations": ITERATIONS, "device": "cuda", "bytes": bytes_, "l2": "cold"}
-    timed = measure_together(list(calls.values()), labels=list(calls), **method)
-    return {name: [1e3 * ms for ms in m.samples_ms] for name, m in zip(calls, timed, strict=True)}
-
-
-def median(samples: list[float]) -> float:
-    """Return the median."""
-    return sorted(samples)[len(samples) // 2]
+    timed = dict(zip(calls, measure_together(list(calls.values()), labels=list(calls), **method), strict=True))
+    samples = {name: result.samples_ms for name, result in timed.items()}
+    return samples, {name: round(1e3 * statistics.median(times), 2) for name, times in samples.items()}
 
 
 def measure_point(point: tuple, fa3: bool, fa4: bool) -> dict:
     """Measure one row of the table: a cache and a number of new tokens."""
     q, k, v = draw(*point)
-    batch, heads, kv_heads, keys, head_dim, new_tokens = point
     kernels = proof("gluon", q, k, v, causal=True)
     if not kernels:
         raise RuntimeError(f"the decode kernel did not run for {point}")
-    out = attention(q[:1], k[:1], v[:1], causal=True, backend="gluon").double()
-    expected = decode_reference(q[:1], k[:1], v[:1])
-    left_out: dict[str, str] = {}
-    calls = {"gluon": partial(attention_decode, q, k, v, backend="gluon")} | others(q, k, v, fa3, fa4, left_out)
+    out = attention(q[:1], k[:1], v[:1], causal=True, backend="gluon")
+    calls, left_out = others(q, k, v, fa3, fa4)
     size = 2 * k.numel() * k.element_size()
-    samples = time_together(calls, size)
-    us = {name: round(median(times), 2) for name, times in samples.items()}
+    samples, us = time_together({"gluon": partial(attention_decode, q, k, v, backend="gluon")} | calls, size)
     best = min((name for name in us if name != "gluon"), key=us.__getitem__)
-    return {
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "keys": keys,
-        "head_dim": head_dim,
-        "new_tokens": new_tokens,
+    return dict(zip(SIZES, point, strict=True)) | {
         "bytes": size,
         "us": us,
         "best_other": best,
         "ratio": round(speedup(samples[best], samples["gluon"]), 3),
         "tb_s": round(size / us["gluon"] / 1e6, 3),
-        "error": float(f"{((out - expected).norm() / expected.norm()).item():.2e}"),
+        "error": float(f"{relative_difference(out, decode_reference(q[:1], k[:1], v[:1])):.2e}"),
         "kernels": kernels,
         "left_out": left_out,
     }
@@ -172,15 +156,14 @@ def measure_pages(cache: tuple, fa3: bool) -> dict:
         pages = [in_pages(x, page, table) for x in (k, v)]
         call = partial(attention_decode, q, *pages, seqlens=used, block_table=table, backend="gluon")
         calls[f"pages of {page}"] = call
-        errors[page] = float(f"{((call() - expected).float().norm() / expected.float().norm()).item():.2e}")
+        errors[page] = float(f"{relative_difference(call(), expected):.2e}")
         if fa3:
             tokens_first = [x.transpose(1, 2) for x in (q, *pages)]
             options = {"seqused_k": used, "page_table": table, "num_splits": 0}
             calls[f"FA3, pages of {page}"] = partial(torch.ops.flash_attn_3.fwd, *tokens_first, **options)
     size = 2 * k.numel() * k.element_size()
-    us = {name: round(median(times), 2) for name, times in time_together(calls, size).items()}
-    shape = dict(zip(("batch", "heads", "kv_heads", "keys", "head_dim"), cache, strict=True))
-    return {**shape, "bytes": size, "us": us, "difference_from_one_piece": errors}
+    _, us = time_together(calls, size)
+    return {**dict(zip(SIZES, cache, strict=False)), "bytes": size, "us": us, "difference_from_one_piece": errors}
 
 
 def measure_layer(point: tuple[int, int, int]) -> dict:
@@ -211,26 +194,25 @@ def measure_layer(point: tuple[int, int, int]) -> dict:
     for name, attend in (("own", None), ("decode kernel", partial(attention_decode, backend="gluon"))):
         step = partial(decode_forward, layer, token, ids, embeddings, True, cache, positions, attend=attend)
         outputs.append(step())
+        timed = {"warmup": 5, "iterations": ITERATIONS, "device": "cuda"}
         row[name] = {
-            "gpu_us": round(1e3 * measure(step, warmup=5, iterations=ITERATIONS, device="cuda").median_ms, 2),
-            "graph_us": round(
-                1e3 * measure(step, warmup=5, iterations=ITERATIONS, device="cuda", graph=True).median_ms, 2
-            ),
+            "gpu_us": round(1e3 * measure(step, **timed).median_ms, 2),
+            "graph_us": round(1e3 * measure(step, **timed, graph=True).median_ms, 2),
             "host_us": round(host_us(step), 1),
         }
-    row["difference"] = float(f"{((outputs[0] - outputs[1]).float().norm() / outputs[0].float().norm()).item():.2e}")
+    row["difference"] = float(f"{relative_difference(*reversed(outputs)):.2e}")
     return row
 
 
-def host_us(call: Callable, calls: int = 100) -> float:
-    """Return the host's microseconds for one call: the best of five series."""
+def host_us(call: Callable) -> float:
+    """Return the host's microseconds for one call: the best of five series of a hundred."""
     best = float("inf")
     for _ in range(5):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(100):
             call()
-        best = min(best, (time.perf_counter() - began) / calls)
+        best = min(best, (time.perf_counter() - began) / 100)
     torch.cuda.synchronize()
     return 1e6 * best
 
@@ -246,17 +228,15 @@ def main() -> None:
     """Run what the command line names."""
     parser = arguments_parser(__doc__)
     parser.add_argument("table", choices=("points", "pages", "layer"))
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--fa3", type=Path, help="the built library of FlashAttention 3")
     parser.add_argument("--fa4", action="store_true", help="time flash-attn-4 too; it compiles for seconds")
     options = parser.parse_args()
     if options.fa3:
         torch.ops.load_library(str(options.fa3.expanduser()))
     fa3 = options.fa3 is not None
-    method = {"l2": "cold", "iterations": ITERATIONS} if options.table in ("points", "pages") else {}
-    record = Record(options.out, f"decode: {options.table}", "cuda", options.seconds, **method)
-    if options.table in ("points", "pages"):
-        record.contents["copy_tb_s"] = copy_tb_s()
+    record = Record(options, f"decode: {options.table}", "cuda")
+    if options.table != "layer":
+        record.contents |= {"l2": "cold", "iterations": ITERATIONS, "copy_tb_s": copy_tb_s()}
     tables: dict[str, tuple] = {
         "points": (
             [(*cache, new) for cache in CACHES for new in NEW_TOKENS],
@@ -266,8 +246,8 @@ def main() -> None:
         "pages": (PAGED_CACHES, partial(measure_pages, fa3=fa3), str),
         "layer": ([(i, b, s) for i in (0, 5) for b, s in ((1, 2048), (1, 32768), (64, 4096))], measure_layer, str),
     }
-    if record.fill(*tables[options.table]):
-        record.finish()
+    record.fill(*tables[options.table])
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ reason, instead.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from tools.record.common import Record, arguments_parser, machine_name, read_record, save_picture
+from tools.record.common import Record, arguments_parser, machine_name, read_record, relative_difference, save_picture
 from utils.attention import AttentionUnsupported, Prepared, find_backend, make_problem, masks, prepare, reference
 from utils.attention.backends.flex import triton_options
 from utils.attention.choosing import rank_backends
@@ -57,7 +57,7 @@ class Point:
 
     head_dim: int
     mask: str
-    span: int | None
+    doc_span: int | None
     path: str
     block_size: int
     tuned: bool = False
@@ -89,7 +89,7 @@ class Bench:
     def prepare(self, point: Point, masked: bool) -> Prepared:
         """Prepare the call of a point, with its mask or without one."""
         q, k, v = self.inputs(point)
-        mask = masks.by_name(point.mask, point.span) if masked else None
+        mask = masks.by_name(point.mask, point.doc_span) if masked else None
         options = {}
         if point.tuned:
             options["kernel_options"] = triton_options(make_problem(q, k, v, mask_mod=mask), point.block_size)
@@ -107,22 +107,20 @@ class Bench:
 
     def sparsity(self, point: Point) -> Sparsity:
         """Count the pairs and the blocks that the mask of a point keeps."""
-        key = point.mask, point.span, point.block_size
+        key = point.mask, point.doc_span, point.block_size
         if key not in self._sparsity:
             self._sparsity[key] = sparsity(
-                masks.by_name(point.mask, point.span), self.length, self.length, point.block_size, self.device
+                masks.by_name(point.mask, point.doc_span), self.length, self.length, point.block_size, self.device
             )
         return self._sparsity[key]
 
     def error(self, point: Point, call: Prepared) -> float:
         """Compare the first heads with float64; raise AssertionError if the relative error is too large."""
-        key = point.mask, point.span, point.batch, point.head_dim
+        key = point.mask, point.doc_span, point.batch, point.head_dim
         if key not in self._expected:
             first_heads = [x[:1, :CHECKED_HEADS] for x in self.inputs(point)]
-            self._expected[key], _ = reference(*first_heads, mask_mod=masks.by_name(point.mask, point.span))
-        expected = self._expected[key]
-        out = call()[:1, :CHECKED_HEADS].double()
-        error = float((out - expected).norm() / expected.norm())
+            self._expected[key], _ = reference(*first_heads, mask_mod=masks.by_name(point.mask, point.doc_span))
+        error = relative_difference(call()[:1, :CHECKED_HEADS], self._expected[key])
         if not error <= ALLOWED_ERROR[self.dtype]:
             raise AssertionError(
                 f"{point} is wrong: its relative error is {error:.3g}, and {self.dtype} allows "
@@ -133,17 +131,10 @@ class Bench:
     def row(self, point: Point) -> dict:
         """Measure a point: the path with the mask against the same path without it."""
         counts = self.sparsity(point)
-        row = {
-            "path": point.path,
-            "tuned": point.tuned,
-            "mask": point.mask,
-            "batch": point.batch,
+        row = asdict(point) | {
             "heads": self.heads,
             "seq_len": self.length,
-            "head_dim": point.head_dim,
             "dtype": self.dtype,
-            "doc_span": point.span,
-            "block_size": point.block_size,
             "density": counts.density,
             "block_density": counts.block_density,
             "ideal": counts.ideal_speedup,
@@ -152,7 +143,7 @@ class Bench:
             call, dense = self.prepare(point, masked=True), self.dense(point)
         except AttentionUnsupported as error:
             return row | {"refused": str(error)}
-        problem = make_problem(*self.inputs(point), mask_mod=masks.by_name(point.mask, point.span))
+        problem = make_problem(*self.inputs(point), mask_mod=masks.by_name(point.mask, point.doc_span))
         best = next(name for name in rank_backends(problem, NO_OPTIONS) if find_backend(name).support(problem))
         error = self.error(point, call)
         pair = compare(dense, call, warmup=5, iterations=self.pairs, labels=("dense", "masked"), device=self.device)
@@ -256,10 +247,10 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = GPU if device.type == "cuda" else CPU
     points = sweep_points(sizes) if options.table == "sweep" else promise_points(sizes, device)
     bench = Bench(device, sizes[0], options.pairs)
-    record = Record(options.out, options.table, device, options.seconds, pairs=options.pairs)
+    record = Record(options, options.table, device, pairs=options.pairs)
     print(HEADER)
-    complete = record.fill(points, bench.row, show)
-    record.finish() if complete else record.save()
+    record.fill(points, bench.row, show)
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 import multiprocessing
 import random
-import sys
+import statistics
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from tools.record.common import Record, arguments_parser
+from tools.record.common import Record, arguments_parser, relative_difference
 from utils.benchmark.measuring import compare
 from utils.kernels.gemm import gemm_warp_specialized
 from utils.kernels.gemm_plan import choose
@@ -70,8 +70,7 @@ def relative_error(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the error of the first and last rows of C against their float64 product."""
     half = min(ROWS_CHECKED, len(a)) // 2
     rows = [*range(half), *range(len(a) - half, len(a))]
-    exact = a[rows].double() @ b.double()
-    return ((c[rows].double() - exact).norm() / exact.norm()).item()
+    return relative_difference(c[rows], a[rows].double() @ b.double())
 
 
 def kernels_of(shapes: list[dict]) -> list[dict]:
@@ -128,42 +127,35 @@ def show(row: dict) -> str:
 
 def summary(rows: list[dict]) -> dict:
     """Return for each state of the L2 the geometric mean of the ratios, that of large products, the smallest, and how many are low."""
-
-    def mean(ratios: list[float]) -> float | None:
-        return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
-
     found: dict = {"shapes": len(rows)}
     for l2 in ("warm", "cold"):
         ratios = [row[l2]["ratio"] for row in rows]
+        large = [row[l2]["ratio"] for row in rows if row[l2]["torch_us"] >= LARGE_US]
         found[l2] = {
-            "geometric_mean": mean(ratios),
-            "large": mean([row[l2]["ratio"] for row in rows if row[l2]["torch_us"] >= LARGE_US]),
+            "geometric_mean": statistics.geometric_mean(ratios),
+            "large": statistics.geometric_mean(large) if large else None,
             "smallest": min(ratios),
             "under_0.90": sum(ratio < 0.9 for ratio in ratios),
         }
     return found
 
 
-def main() -> int:
-    """Measure and record the table; return the exit status."""
+def main() -> None:
+    """Measure and record the table."""
     parser = arguments_parser(__doc__, pairs=15)
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: the shapes are timed on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
-        return 1
+    settings = {"pairs": options.pairs, "seed": options.seed}
+    record = Record(options, "GEMM at random shapes", "cuda", **settings)
     torch.manual_seed(options.seed)
     shapes = draw_shapes(options.seed)
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, kernels_of(shapes)))  # one process would take a second and more for each
-    settings = {"pairs": options.pairs, "seed": options.seed}
-    record = Record(options.out, "GEMM at random shapes", "cuda", options.seconds, **settings)
-    complete = record.fill(shapes, lambda shape: shape_row(shape, options.pairs), show)
+    record.fill(shapes, lambda shape: shape_row(shape, options.pairs), show)
     record.contents["summary"] = summary(record.contents["rows"])
     print(record.contents["summary"])
-    record.finish() if complete else record.save()
-    return 0
+    record.finish()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -273,12 +273,10 @@ def main() -> None:
     parser.add_argument("command", choices=("simulate", "gpu", "table", "run"))
     parser.add_argument("files", nargs="*", type=Path, help="table: the simulator's record, then those of a GPU")
     parser.add_argument("--judges", default=",".join(JUDGES), help="gpu: which judges, with commas between them")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="gpu: stop after this time")
     options = parser.parse_args()
     if command == "simulate":
-        record = Record(options.out, "small Gluon kernels with and without a planted bug, in the simulator", "cpu")
+        record = Record(options, "small Gluon kernels with and without a planted bug, in the simulator", "cpu")
         record.fill(CASES.values(), simulated_row, lambda row: f"{row['case']}: {row['right']} of {row['runs']} right")
-        record.finish()
     elif command == "gpu":
         judges = options.judges.split(",")
         if unknown := set(judges) - set(JUDGES):
@@ -289,27 +287,23 @@ def main() -> None:
             )
             judges = [judge for judge in judges if judge not in TOOLS]
         points = [(case, judge) for case in CASES.values() for judge in judges]
+        record = Record(options, "the same kernels on a GPU, judged by its own tools", "cuda", judges=judges)
         rows = gpu_rows(points)
-        record = Record(
-            options.out, "the same kernels on a GPU, judged by its own tools", seconds=options.seconds, judges=judges
-        )
-        whole = record.fill(
+        record.fill(
             points,
             lambda point: next(rows),
             lambda row: f"{row['judge']}, {row['case']}: {row['result']} {row['message'][:80]}",
         )
-        if whole:
-            record.finish()
-    elif command == "table":
+    else:
         if len(options.files) < 2:
             parser.error("table takes the simulator's record and at least one of a GPU.")
         simulated, *judged = map(read_record, options.files)
-        record = Record(options.out, "verdicts of the simulator, of ConSan and of compute-sanitizer", "cpu")
+        record = Record(options, "verdicts of the simulator, of ConSan and of compute-sanitizer", "cpu")
         record.contents |= {"simulated_in": simulated["environment"], "judged_in": [j["environment"] for j in judged]}
         record.fill(
             side_by_side(simulated, judged), dict, lambda row: f"{row['case']}: {', '.join(row['differs']) or 'agree'}"
         )
-        record.finish()
+    record.finish()
 
 
 if __name__ == "__main__":

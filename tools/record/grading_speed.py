@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     built = build_lab(Path(options.lab) if options.lab.endswith(".py") else lab_path(options.lab))
     count, stock = options.submissions, options.stock or options.submissions
     record = Record(
-        options.out,
+        options,
         f"{count} submissions for {built.name}, {options.jobs} workers; stock nbgrader autograde on {stock} of them",
     )
     record.contents |= compare(built, count, stock, options.jobs, options.timeout)

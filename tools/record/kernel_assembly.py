@@ -8,13 +8,14 @@ A recorded file is that of one environment, with its Triton; `table` puts severa
 
 from __future__ import annotations
 
-import json
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from tools.record.common import Record, arguments_parser
+from tools.record.common import Record, arguments_parser, read_record, to_text
 from utils.files import write_whole
 from utils.kernels.offline import Assembly, read_assembly
 
@@ -31,45 +32,28 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
     from utils.kernels.gemm_launch import compile_for_hopper
     from utils.kernels.gemm_plan import KERNELS
 
-    for step in (1, 2, 3, 4, 5):
-        for head_dim in (64, 128, 256):
-            for mask in ("", "causal"):
-                yield (
-                    f"attention step {step}, head dim {head_dim}, {mask or 'full'}",
-                    lambda step=step, head_dim=head_dim, mask=mask: compile_step(step, head_dim, mask=mask),
-                )
-    for head_dim, variant, flags in (
-        (64, "few", {"mask": "causal"}),
-        (64, "few", {}),
-        (64, "narrow", {"mask": "causal"}),
-        (64, "four", {"mask": "causal"}),
-        (128, "three", {}),
-        (64, "", {"mask": "packed"}),
-        (128, "", {"mask": "window"}),
+    for step, head_dim, mask in itertools.product((1, 2, 3, 4, 5), (64, 128, 256), ("", "causal")):
+        name = f"attention step {step}, head dim {head_dim}, {mask or 'full'}"
+        yield name, partial(compile_step, step, head_dim, mask=mask)
+    for head_dim, variant, mask in (
+        (64, "few", "causal"),
+        (64, "few", ""),
+        (64, "narrow", "causal"),
+        (64, "four", "causal"),
+        (128, "three", ""),
+        (64, "", "packed"),
+        (128, "", "window"),
     ):
-        words = ", ".join([*flags.values(), *([f"variant {variant}"] if variant else [])])
-        yield (
-            f"attention step 5, head dim {head_dim}, {words}" if words else f"attention step 5, head dim {head_dim}",
-            lambda head_dim=head_dim, variant=variant, flags=flags: compile_step(5, head_dim, variant=variant, **flags),
-        )
+        words = [f"attention step 5, head dim {head_dim}", mask, variant and f"variant {variant}"]
+        yield ", ".join(filter(None, words)), partial(compile_step, 5, head_dim, variant=variant, mask=mask)
     for step in BACKWARD_STEPS:
         for head_dim in (64, 128, 256) if step == 6 else (128,):
-            yield (
-                f"backward step {step}, head dim {head_dim}",
-                lambda step=step, head_dim=head_dim: compile_backward(step, head_dim),
-            )
+            yield f"backward step {step}, head dim {head_dim}", partial(compile_backward, step, head_dim)
     for head_dim, tokens in ((64, 1), (128, 1), (128, 16), (256, 8)):
-        shape = Shape(64, 8, 4, tokens, 4096, head_dim)
-        yield (
-            f"decode, head dim {head_dim}, {tokens} new tokens in groups of 4 heads",
-            lambda shape=shape: compile_decode(choose_tile(shape, 132)),
-        )
-    for plan in KERNELS:
-        for dtype in ("bf16", "fp16"):
-            yield (
-                f"gemm {plan.name}, {dtype}",
-                lambda plan=plan, dtype=dtype: read_assembly(compile_for_hopper(plan, dtype), "gemm"),
-            )
+        tile = choose_tile(Shape(64, 8, 4, tokens, 4096, head_dim), 132)
+        yield f"decode, head dim {head_dim}, {tokens} new tokens in groups of 4 heads", partial(compile_decode, tile)
+    for plan, dtype in itertools.product(KERNELS, ("bf16", "fp16")):
+        yield f"gemm {plan.name}, {dtype}", lambda p=plan, d=dtype: read_assembly(compile_for_hopper(p, d), "gemm")
 
 
 def compile_row(point: tuple[str, Callable[[], Assembly]]) -> dict:
@@ -96,10 +80,8 @@ def show(row: dict) -> str:
 
 def side_by_side(files: list[Path]) -> dict:
     """Return one table of several recorded files: a row for each kernel, a column for each Triton."""
-    records = sorted(
-        (json.loads(file.read_text(encoding="utf-8")) for file in files),
-        key=lambda record: [int(part) for part in record["environment"]["triton"].split(".")],
-    )
+    records = [read_record(file) for file in files]
+    records.sort(key=lambda record: [int(part) for part in record["environment"]["triton"].split(".")])
     rows: dict[str, dict] = {}
     for record in records:
         triton = record["environment"]["triton"]
@@ -119,22 +101,13 @@ def main() -> None:
         parser = arguments_parser("Put recorded files side by side.")
         parser.add_argument("files", nargs="+", type=Path)
         options = parser.parse_args(sys.argv[2:])
-        table = side_by_side(options.files)
+        table = to_text(side_by_side(options.files))
         if options.out:
-            write_whole(options.out, json.dumps(table, indent=1) + "\n")
-        for row in table["rows"]:
-            print(
-                row["kernel"],
-                *(
-                    f"{t}: {f.get('error') or (f['registers'], f['spill_bytes'])}"
-                    for t, f in row.items()
-                    if t != "kernel"
-                ),
-                sep="  ",
-            )
+            write_whole(options.out, table)
+        print(table)
         return
     options = arguments_parser(__doc__).parse_args()
-    record = Record(options.out, "every Gluon kernel compiled for sm_90a", device="cpu")
+    record = Record(options, "every Gluon kernel compiled for sm_90a", device="cpu")
     record.fill(kernels(), compile_row, show)
 
 

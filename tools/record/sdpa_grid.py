@@ -82,14 +82,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure the shapes of the grid that the command line names."""
     parser = arguments_parser(__doc__)
     parser.add_argument("--read", type=Path, required=True, help="a recorded grid, whose shapes are measured")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     options = parser.parse_args(arguments)
     device = default_device()
     timing = f"{SAMPLES} samples, interleaved, L2 warm"
-    record = Record(options.out, "SDPA's backends over a grid", device, options.seconds, timing=timing, seed=SEED)
+    record = Record(options, "SDPA's backends over a grid", device, timing=timing, seed=SEED)
     rows = (row for shape in shapes_of(read_record(options.read)) for row in measure_shape(shape, device))
-    if record.fill(rows, dict, lambda row: f"{row['label']} {row['backend']}: {row.get('ms') or row['refused']}"):
-        record.finish()
+    record.fill(rows, dict, lambda row: f"{row['label']} {row['backend']}: {row.get('ms') or row['refused']}")
+    record.finish()
 
 
 if __name__ == "__main__":

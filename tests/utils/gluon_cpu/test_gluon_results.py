@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
 
+from triton import cdiv
 from triton.experimental.gluon import language as gl
 
 from tests.utils.gluon_cpu import gluon_aggregate_kernels as aggregates
@@ -22,10 +23,6 @@ from utils.files import ROOT
 # Relative to the largest value. fp32: sums in another order.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.int32: 0.0}
 HALVES = torch.float16, torch.bfloat16
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def scale_add(draw, device):
