@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import numbers
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -58,9 +59,9 @@ def floating_dtype(dtype: object) -> torch.dtype:
 
 
 def check_callable(caller: str, fn: object) -> None:
-    """Raise TypeError if `fn` cannot be called; the usual cause is `caller(fn(x))` instead of `caller(fn, x)`."""
-    if not callable(fn):
+    """Raise TypeError if calling `fn` does nothing; the usual cause is `caller(fn(x))` instead of `caller(fn, x)`."""
+    if not callable(fn) or inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
         raise TypeError(
-            f"{caller}() takes a function: fn must be callable, got {type(fn).__name__}. "
+            f"{caller}() takes a function: fn must be callable, and no generator or coroutine, got {type(fn).__name__}. "
             f"Pass fn and its arguments separately: {caller}(fn, x), not {caller}(fn(x))."
         )

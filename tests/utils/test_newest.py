@@ -1,15 +1,11 @@
 from utils.newest import Newest
 
 
-def test_the_oldest_entry_goes_when_there_are_too_many():
+def test_the_oldest_entry_goes_when_there_are_too_many_and_none_for_an_entry_that_is_set_again():
     kept = Newest(2)
     for key in "abc":
         kept[key] = key.upper()
     assert kept == {"b": "B", "c": "C"}
-
-
-def test_an_entry_that_is_set_again_drops_none():
-    kept = Newest(2)
-    for key in "abab":
+    for key in "bcb":
         kept[key] = len(kept)
-    assert kept == {"a": 2, "b": 2}
+    assert kept == {"b": 2, "c": 2}

@@ -19,11 +19,10 @@ from utils.attention.choosing import rank_backends
 from utils.attention.masks.blocks import BlockSize, block_sizes
 from utils.attention.masks.mask_mods import MaskMod, captured
 from utils.attention.masks.mask_mods import causal as causal_mask
-from utils.attention.masks.score_mods import ScoreMod
+from utils.attention.masks.score_mods import ScoreMod, learned
 from utils.attention.prepared import MODES, Prepared, compiled_graphs, compiled_versions
 from utils.attention.problem import (
     NO_OPTIONS,
-    Attend,
     AttentionUnsupported,
     Backend,
     Bound,
@@ -60,11 +59,6 @@ class Run:
     problem: Problem
     passed_over: tuple[tuple[str, str], ...] = ()
     why: str = ""
-
-    @property
-    def implementation(self) -> str:
-        """The package and version behind the backend."""
-        return find_backend(self.backend).implementation()
 
 
 def attention(
@@ -108,7 +102,9 @@ def attention(
             those that can.
     """
     global _last
-    compiling = torch.compiler.is_compiling()
+    if torch.compiler.is_exporting() and any(x is not None for x in (mask_mod, score_mod, seqlens, cu_seqlens)):
+        raise TypeError("torch.export traces no masks, modifiers or lengths: export a call without them.")
+    compiling = torch.compiler.is_dynamo_compiling()  # `is_compiling` is also true while another thread compiles
     if compiling or seqlens is not None or cu_seqlens is not None or sink is not None:
         given: dict = dict(causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
         given |= dict(return_lse=return_lse, backend=backend)
@@ -119,16 +115,17 @@ def attention(
 
         return call_outside_of_graphs(attention, q, k, v, seqlens=seqlens, cu_seqlens=cu_seqlens, sink=sink, **given)
     key = _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backend)
-    if key is not None and (decision := KEPT.get(key)) is not None:
-        if decision.graphs is None or decision.graphs == compiled_graphs():
+    if key is not None and (kept := KEPT.get(key)) is not None:
+        again, run, graphs = kept
+        if graphs is None or graphs == compiled_graphs():
             try:
-                out, _last = decision.call(q, k, v), decision.run
+                out, _last = again(q, k, v), run
                 return out
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
                 pass  # the full decision below says which backend refuses and why; "auto" then tries the next one
-        del KEPT[key]
+        KEPT.pop(key, None)  # another thread may have dropped it
     functions: dict = {"mask_mod": mask_mod, "score_mod": score_mod}
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, **functions, with_lse=return_lse)
     refusals: dict[str, str] = {}
@@ -150,7 +147,9 @@ def attention(
     bound.first, _last = None, run
     if key is not None and _may_be_kept(bound):
         graphs = None if bound.source is None else compiled_graphs()  # counting them imports Triton
-        KEPT[key] = Decision(bound.call if bound.again is None else bound.again(q, k, v), run, graphs)
+        # Not in the key, so that each call asks for it: if more graphs were compiled since, a call is decided anew, and
+        # there an eager fallback is an error.
+        KEPT[key] = bound.call if bound.again is None else bound.again(q, k, v), run, graphs
     return out
 
 
@@ -182,20 +181,6 @@ def _compose(q, k, v, seqlens, cu_seqlens, sink, arguments: dict):
     return (out, torch.logaddexp(lse, score)) if arguments["return_lse"] else out
 
 
-@dataclass(slots=True)
-class Decision:
-    """The backend that an earlier call took, for a call that is the same but for the data in its tensors.
-
-    Its key holds all that a decision depends on: shapes, strides, types, devices, the mask, whether a gradient is needed.
-    One thing is not in the key, so each call asks for it: how many graphs torch.compile has compiled, if it compiled this
-    one. If there are more since, the next call is decided anew, and there an eager fallback is an error.
-    """
-
-    call: Attend
-    run: Run
-    graphs: int | None
-
-
 def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backend) -> tuple | None:
     """Return all that decides which backend computes a call and how; None if the call must be decided anew.
 
@@ -212,7 +197,8 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backen
     try:
         hash((mask_mod, score_mod, backend))
         functions = mask_mod, score_mod, mask_mod is not None and captured(mask_mod)
-        return backend, causal, scale, window, functions, return_lse, needs_grad(q, k, v), layout(q, k, v)
+        grad = needs_grad(q, k, v), learned(score_mod)
+        return backend, causal, scale, window, functions, return_lse, grad, layout(q, k, v)
     except (RuntimeError, TypeError):
         return None  # sparse and nested tensors have no strides: they are refused, like what cannot be hashed
 

@@ -13,14 +13,14 @@ decode kernel of `utils/attention/gluon/decode`. Elsewhere the cache is gathered
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from utils.attention.backends import find_backend
+from utils.attention.backends.sdpa import apart
 from utils.attention.call import Run, record_run
-from utils.attention.problem import AttentionUnsupported, Problem, make_problem
+from utils.attention.problem import AttentionUnsupported, Problem, finite, make_problem
 from utils.attention.reference import reference
 from utils.attention.sequences import check_tensor, clear_behind, mask_by_ends, read_lengths
 from utils.machine.device import Support
@@ -60,7 +60,7 @@ def attention_decode(
         seqlens: tokens of each sequence in the cache, the new ones included: (B,) int32 on the device of q. None: the
             whole cache. Its numbers are checked on a CPU only: reading them would wait for a GPU.
         block_table: (B, pages) int32: where the sequence's tokens 0 .. page - 1, page .. 2 page - 1, ... are. Entries
-            behind the sequence's last page may be anything. Needs `seqlens`.
+            behind the sequence's last page may be anything. Checked on a CPU only. Needs `seqlens`.
         kv_scales: for a cache in float8_e4m3fn, whose keys and values are these factors times its numbers: (2, Hkv) fp32,
             of the keys and of the values of each head. Needed there, and nowhere else.
         causal: whether a query sees keys up to its own position only.
@@ -68,25 +68,27 @@ def attention_decode(
         window: a query sees only keys fewer than this many positions away (causal: its own and those before).
         backend: "gluon", "sdpa", or "auto": gluon where it can, else sdpa.
     """
-    # A scale that is no plain number, such as a tensor, may be another one at the next call.
-    plain = scale is None or isinstance(scale, (float, int))
+    if scale is not None and scale.__class__ is not float:
+        scale = finite(scale)  # a tensor may have another value at the next call
+    given = q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
-    if torch.compiler.is_compiling() and plain and not needs_grad:
-        options = causal, scale if scale is None else float(scale), window, backend
-        return _attention_decode_whole(q, k_cache, v_cache, seqlens, block_table, kv_scales, *options)
+    if torch.compiler.is_compiling() and not needs_grad:
+        return _attention_decode_whole(*given)
+    return _decode(*given)
+
+
+def _decode(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend: str) -> torch.Tensor:
+    """Compute `attention_decode` as it was decided for arguments of these shapes, strides and types."""
     tensors = q, k_cache, v_cache, seqlens, block_table, kv_scales
-    key = (*map(_kind, tensors), causal, scale, window, backend, torch.is_grad_enabled()) if plain else None
-    decision = None if key is None else _decided.get(key)
-    if decision is None:
-        decision = _decide(*tensors, causal, scale, window, backend)
-        if key is not None:
-            _decided[key] = decision
+    key = (*map(_kind, tensors), causal, scale, window, backend, torch.is_grad_enabled())
+    if (decision := _decided.get(key)) is None:
+        decision = _decided[key] = _decide(*tensors, causal, scale, window, backend)
     run, decode = decision
     more = {"seqlens": seqlens, "block_table": block_table, "kv_scales": kv_scales}
     if decode is not None:
         out = decode(q, k_cache, v_cache, causal=causal, scale=run.problem.scale, window=window, **more)
     else:
-        k_cache, v_cache = _in_one_piece(k_cache, v_cache, block_table, kv_scales, q.dtype)
+        k_cache, v_cache = _in_one_piece(k_cache, v_cache, seqlens, block_table, kv_scales, q.dtype)
         out = _masked(run.problem, q, k_cache, v_cache, seqlens)
     record_run(run)
     return out
@@ -106,14 +108,13 @@ def _attention_decode_whole(
     backend: str,
 ) -> torch.Tensor:
     """`attention_decode` as one operator: torch.compile cannot trace how the backend is chosen, and need not."""
-    options: dict[str, Any] = {"seqlens": seqlens, "block_table": block_table, "kv_scales": kv_scales}
-    options |= {"causal": causal, "scale": scale, "window": window, "backend": backend}
-    return attention_decode(q, k_cache, v_cache, **options).contiguous()
+    given = q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend
+    return _decode(*given).contiguous()
 
 
 @_attention_decode_whole.register_fake
-def _attention_decode_shape(q, *_given) -> torch.Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+def _attention_decode_shape(q, _keys, v_cache, *_given) -> torch.Tensor:
+    return q.new_empty((*q.shape[:3], v_cache.shape[3]))
 
 
 def _kind(x) -> object:
@@ -148,20 +149,25 @@ def gluon_takes(problem: Problem, pages: torch.Tensor | None = None, fp8: bool =
     return Support(not reason, reason)
 
 
-def gather_pages(cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
-    """Copy a cache in pages (P, Hkv, page, D) to (B, Hkv, pages x page, D); other entries read page 0."""
+def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, seqlens: torch.Tensor) -> torch.Tensor:
+    """Copy a cache in pages (P, Hkv, page, D) to (B, Hkv, pages x page, D); entries that are no page read page 0."""
     pages, kv_heads, page, head_dim = cache.shape
-    numbers = torch.where((block_table >= 0) & (block_table < pages), block_table, 0).long()
+    valid = (block_table >= 0) & (block_table < pages)
+    if cache.device.type == "cpu":
+        used = torch.arange(block_table.shape[1], device=cache.device) * page < seqlens[:, None]
+        if len(wrong := block_table[used & ~valid]):
+            raise ValueError(f"block_table has {wrong[0]} where a sequence has tokens; pages are 0 to {pages - 1}.")
+    numbers = torch.where(valid, block_table, 0).long()
     gathered = cache[numbers.flatten()].view(*numbers.shape, kv_heads, page, head_dim)
     return gathered.transpose(1, 2).reshape(len(numbers), kv_heads, -1, head_dim)
 
 
-def _in_one_piece(k_cache, v_cache, block_table, kv_scales, dtype: torch.dtype) -> list[torch.Tensor]:
+def _in_one_piece(k_cache, v_cache, seqlens, block_table, kv_scales, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return keys and values (B, Hkv, S, D); those of an fp8 cache are multiplied, and rounded once to a type."""
     caches = [k_cache, v_cache]
     if kv_scales is not None:
         caches = [(x.to(kv_scales.dtype) * s[:, None, None]).to(dtype) for x, s in zip(caches, kv_scales, strict=True)]
-    return caches if block_table is None else [gather_pages(x, block_table) for x in caches]
+    return caches if block_table is None else [gather_pages(x, block_table, seqlens) for x in caches]
 
 
 def decode_reference(
@@ -180,9 +186,9 @@ def decode_reference(
     """
     if kv_scales is not None:
         q, kv_scales = q.double(), kv_scales.double()
-    k_cache, v_cache = _in_one_piece(k_cache, v_cache, block_table, kv_scales, torch.float64)
+    k_cache, v_cache = _in_one_piece(k_cache, v_cache, seqlens, block_table, kv_scales, torch.float64)
     lengths = [k_cache.shape[2]] * len(q) if seqlens is None else seqlens.tolist()
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    out = torch.zeros((*q.shape[:3], v_cache.shape[3]), dtype=torch.float64, device=q.device)
     for b, length in enumerate(lengths):
         if length > 0:
             sequence = (x[b : b + 1, :, :length] for x in (k_cache, v_cache))
@@ -201,7 +207,7 @@ def _masked(problem: Problem, q, k_cache, v_cache, seqlens) -> torch.Tensor:
             read_lengths(seqlens, len(keys))
         k_cache, v_cache = clear_behind(seqlens, k_cache, v_cache)
     out = F.scaled_dot_product_attention(
-        q, k_cache, v_cache, attn_mask=visible, scale=problem.scale, enable_gqa=problem.grouped
+        apart(q), k_cache, v_cache, attn_mask=visible, scale=problem.scale, enable_gqa=problem.grouped
     )
     return torch.where(visible.any(-1, keepdim=True), out, 0)
 
@@ -223,10 +229,6 @@ def _check(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, 
             )
         if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise TypeError(f"with a cache in float8_e4m3fn, q is float16, bfloat16 or float32; it is {q.dtype}.")
-        if kv_scales is None:
-            raise ValueError(
-                "a cache in float8_e4m3fn needs kv_scales, and they are NoneType. Without scales pass ones."
-            )
         check_tensor("kv_scales", kv_scales, (2, keys.shape[1]), q.device, torch.float32)
         if not kv_scales.is_contiguous():
             raise ValueError("kv_scales must be contiguous, which kv_scales.contiguous() is.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import types
 import warnings
@@ -154,17 +153,9 @@ def _describe(metadata: tuple) -> str:
     return f"{text}, requiring a gradient" if grad else text
 
 
-@functools.cache
-def _compiler_counters() -> dict:
-    """Return torch.compile's counters; importing them imports Triton, and an import statement takes time at each call."""
-    from torch._dynamo.utils import counters
-
-    return counters
-
-
 def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has compiled in this process."""
-    return _compiler_counters()["stats"]["unique_graphs"]
+    """Return how many graphs torch.compile has compiled in this process; to ask imports Triton."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def _with_code(call: Callable) -> list[str]:

@@ -27,7 +27,7 @@ from utils.attention.masks.mask_mods import (
     nearby,
     sliding_window,
 )
-from utils.attention.masks.score_mods import ScoreMod, modify_scores
+from utils.attention.masks.score_mods import ScoreMod, learned, modify_scores
 from utils.kernels.handle import needs_grad
 from utils.machine.device import Support
 from utils.validation import whole_number
@@ -182,12 +182,12 @@ def make_problem(
     # Under fake tensors and vmap, whoever set them up may count the calls.
     if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
         _try_once(mask_mod, score_mod, q.device, (batch - 1, heads - 1, max(sq - 1, 0), sk))
-    scale = head_dim**-0.5 if scale is None else _finite(scale)
+    scale = head_dim**-0.5 if scale is None else finite(scale)
     if not sq:  # nothing is masked, and functions of no index need not be called
         causal, window, mask_mod, score_mod = False, None, None, None
     shape = batch, heads, kv_heads, sq, sk, head_dim
-    functions = mask_mod, score_mod, v_dim if v_dim != head_dim else 0
-    return Problem(*shape, q.dtype, q.device, causal, scale, window, needs_grad(q, k, v), *functions, with_lse)
+    more = needs_grad(q, k, v) or learned(score_mod), mask_mod, score_mod, v_dim if v_dim != head_dim else 0, with_lse
+    return Problem(*shape, q.dtype, q.device, causal, scale, window, *more)
 
 
 def _limiting(window: int, is_causal: bool, sq: int, sk: int) -> int | None:
@@ -207,12 +207,14 @@ def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
-def _finite(scale: float) -> float:
+def finite(scale: float) -> float:
+    """Return the scale as a number; an error if it is none, or not finite, or would lose a gradient."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         kind = f"{type(scale).__name__} {getattr(scale, 'dtype', '')}"  # NumPy and torch have truth values of their own
-        if not isinstance(scale, (str, bytes)) and "bool" not in kind and math.isfinite(number := float(scale)):
+        lost = getattr(scale, "requires_grad", False)
+        if not (lost or isinstance(scale, (str, bytes)) or "bool" in kind) and math.isfinite(number := float(scale)):
             return number
-    raise ValueError(f"scale must be None or a finite number; it is {scale!r}.")
+    raise ValueError(f"scale must be None or a finite number without a gradient (multiply q by one); it is {scale!r}.")
 
 
 @functools.lru_cache(maxsize=64)  # functions that are new here
@@ -346,9 +348,7 @@ class Backend:
         elif self.largest_head and problem.dtype not in (torch.float16, torch.bfloat16):
             reason = f"it takes float16 and bfloat16, not {problem.type_name}."
         elif self.largest_head and (problem.head_dim % 8 or problem.head_dim > self.largest_head):
-            reason = (
-                f"its head dimension is a multiple of 8 up to {self.largest_head}, and {problem.head_dim} was given."
-            )
+            reason = f"its head dimension is a multiple of 8 up to {self.largest_head}, and {problem.head_dim} is none."
         elif plain is not None or self.bind:
             reason = self.refuses(plain or problem, options)
         elif problem.score_mod is not None:

@@ -75,7 +75,7 @@ def verify(
     rows = difference / torch.maximum(size, floor).clamp_min(torch.finfo(torch.float64).tiny)
     whole = float(difference.norm() / size.norm().clamp_min(torch.finfo(torch.float64).tiny))
     result = Verification(whole, float(rows.max()), *(bounds or rounding_bounds(precision, gradient)), precision)
-    if result.whole > result.whole_bound or result.worst_row > result.row_bound:
+    if not (result.whole <= result.whole_bound and result.worst_row <= result.row_bound):  # also where it is nan
         place = [int(index) for index in torch.unravel_index(rows.argmax(), rows.shape)]
         row = f"row {', '.join(map(str, place)) or 0}"
         where = "batch {}, head {}, query {}".format(*place) if len(place) == 3 else row

@@ -111,8 +111,6 @@ def classify(name: str) -> str:
     compiled = _TRITON.match(re.sub(r"^graph_\d+_", "", text))
     if compiled:
         return _classify_fused(compiled.group(2), compiled.group(3))
-    if text.startswith(("Memcpy", "Memset")):
-        return MEMORY
     if text.startswith("nccl"):
         return OTHER  # communication
     head = re.sub(r"^(void|__global__)\s+", "", text).replace("(anonymous namespace)::", "")
@@ -120,8 +118,6 @@ def classify(name: str) -> str:
     if head.startswith("at::native::"):
         return _classify_native(head.removeprefix("at::native::"), text)
     # Wrappers such as `cutlass::device_kernel` and `cutlass::Kernel2` say nothing; their template arguments do.
-    if head.endswith(("device_kernel", "Kernel2", "::Kernel")):
-        return _first_match(text)
     family = _first_match(head)
     return family if family != OTHER else _first_match(text)
 

@@ -23,16 +23,14 @@ from utils.benchmark.kernel_names import (
     classify,
 )
 from utils.benchmark.measuring import measure, pick_device
-from utils.benchmark.profiling import GPU_WORK, check_no_profiler
+from utils.benchmark.profiling import GPU_WORK, sole_profiler
 from utils.validation import check_callable, whole_number
 
 KERNEL_KEYS = ("gemm", "elementwise", "softmax", "layernorm", "memory", "other")
 
 # For torch.profiler.profile(schedule=...).
 default_schedule = torch.profiler.schedule(wait=1, warmup=3, active=6)
-default_schedule.__doc__ = (
-    "Profiler schedule: wait for 1 step, warm up for 3, record 6; call prof.step() after each step."
-)
+default_schedule.__doc__ = "Profiler schedule: wait 1 step, warm up 3, record 6; call prof.step() after each step."
 
 
 def _check_arguments(caller: str, fn: Callable, n_warmup: int, n_repeat: int) -> None:
@@ -65,11 +63,11 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
 
     `peak_memory_gb` is absolute: all tensor memory at the worst moment of the n_repeat calls, including the inputs and
     all other live tensors. `allocated_memory_gb` is the memory that the call adds at that moment to the memory in use
-    before it, its own result included. Use this number to compare two functions.
+    before the calls, its own result included. Use this number to compare two functions.
 
     On a GPU both numbers come from torch's allocator. On a CPU the addition comes from torch's allocation events, and
-    the peak is the addition plus the storages of the tensors alive before the call. Neither contains memory that
-    libraries such as oneDNN take without torch's allocator.
+    the peak is the addition plus the storages of the tensors alive before the call. Neither contains memory of
+    other threads, or that libraries such as oneDNN take without torch's allocator.
 
     Args:
         fn: called exactly n_warmup + n_repeat times; its results are dropped.
@@ -92,9 +90,8 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device)
         return peak / 1e9, (peak - before) / 1e9
-    check_no_profiler()  # allocations are followed with it
     before = live_cpu_tensor_bytes()
-    added = max(_cpu_peak_of(call) for _ in range(n_repeat))
+    added = _cpu_peak_of(call, n_repeat)
     return (before + added) / 1e9, added / 1e9
 
 
@@ -116,10 +113,12 @@ def live_cpu_tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def _cpu_peak_of(call: Callable[[], None]) -> int:
-    """Return the largest number of bytes that torch's CPU allocator holds during a call, less those before it."""
+@sole_profiler()  # allocations are followed with it
+def _cpu_peak_of(call: Callable[[], None], runs: int) -> int:
+    """Return the largest number of bytes that torch's CPU allocator holds during calls, less those before them."""
     with torch.autograd.profiler.profile(profile_memory=True) as recorded:
-        call()
+        for _ in range(runs):
+            call()
     events = (event for event in recorded.kineto_results.events() if event.name() == "[memory]")
     on_cpu = sorted((e for e in events if e.device_type() == DeviceType.CPU), key=lambda e: e.start_ns())
     return max(itertools.accumulate((event.nbytes() for event in on_cpu), initial=0))
@@ -152,10 +151,8 @@ def count_cuda_kernels(prof) -> dict[str, int]:
     # Where the calls end before the schedule, the last prof.step() has opened a step in which nothing runs.
     count = len([step for step in steps if step.cpu_children] or steps) or 1
     roots = [event for event in events if event.device_type == DeviceType.CPU and event.cpu_parent is None]
-    names = Counter(_cuda_kernel_names(events) or [name for event in roots for name in _working_operators(event)])
-    totals: Counter = Counter()
-    for name, times in names.items():
-        totals[DOCUMENTED_KEY[classify(name)]] += times
+    names = _cuda_kernel_names(events) or [name for event in roots for name in _working_operators(event)]
+    totals = Counter(DOCUMENTED_KEY[classify(name)] for name in names)
     counts = {key: round(totals[key] / count) for key in KERNEL_KEYS}
     return counts | {"total": sum(counts.values())}
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ from utils.files import write_whole
 from utils.validation import check_callable, whole_number
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_PROFILING = threading.Lock()
 COMPLETE = "X"  # a Chrome event with a duration; the other kinds name lanes, draw arrows or mark moments
 
 
@@ -56,12 +58,18 @@ class TraceEvent:
         return classify(self.name)
 
 
-def check_no_profiler() -> None:
-    """Raise RuntimeError inside the block of a profiler: a second one would ruin what the first records."""
-    if torch._C._autograd._profiler_enabled():
+@contextmanager
+def sole_profiler() -> Iterator[None]:
+    """Raise RuntimeError inside of a profiler, and beside one: a second one ruins what the first records, or ends the process."""
+    if torch._C._autograd._profiler_enabled() or not _PROFILING.acquire(blocking=False):
         raise RuntimeError("a profiler is already running, and torch runs only one at a time; end it first.")
+    try:
+        yield
+    finally:
+        _PROFILING.release()
 
 
+@sole_profiler()
 def profile(
     fn: Callable, *args, steps: int = 6, warmup: int = 3, trace_path: str | os.PathLike | None = None, **kwargs
 ) -> torch.profiler.profile:
@@ -80,11 +88,9 @@ def profile(
     check_callable("profile", fn)
     whole_number("steps", steps)
     whole_number("warmup", warmup, 0)
-    check_no_profiler()
     on_gpu = torch.cuda.is_available()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if on_gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU]
     for _ in range(warmup):
         fn(*args, **kwargs)
     # One warm-up step inside the profiler as well: its first step costs more than the others.
@@ -168,8 +174,9 @@ def read_trace(trace) -> list[TraceEvent]:
         lane = f"thread {thread}"
         if category in GPU_WORK or category == "gpu_user_annotation":
             lane = f"GPU {args.get('device', raw.get('pid'))} stream {args.get('stream', thread)}"
-        name = str(raw.get("name", ""))
-        events.append(TraceEvent(name, category, float(raw["ts"]), float(raw.get("dur", 0.0)), lane))
+        events.append(
+            TraceEvent(str(raw.get("name", "")), category, float(raw["ts"]), float(raw.get("dur", 0.0)), lane)
+        )
     origin = min((event.start_us for event in events), default=0.0)
     events = [replace(event, start_us=event.start_us - origin) for event in events]
     return sorted(events, key=lambda event: (event.start_us, -event.duration_us))

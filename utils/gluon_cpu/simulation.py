@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 IGNORED = {"maxnreg", "num_stages", "debug", "warmup", "launch_cooperative_grid", "launch_pdl", "enable_fp_fusion"}
 IGNORED |= {"instrumentation_mode", "sanitize_overflow"}
 
+_ONE_THREAD = threading.RLock()  # simulates at a time: launches are redirected in the whole process
 # What a wrong call in a kernel raises in NumPy, or in the simulator's own functions: a misspelled keyword, a text for a number.
 PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, ArithmeticError, RecursionError)
 
@@ -148,9 +150,8 @@ def _bind(kernel, args: tuple, options: dict) -> tuple[dict[str, Any], int, int]
     unknown = [name for name in options if name not in (*names, *IGNORED, "num_warps", "num_ctas")]
     if unknown:
         raise TypeError(f"{kernel.fn.__name__} has no parameter or option {unknown[0]}.")
-    num_warps, num_ctas = (
-        getattr(value, "value", value) for value in (options.get("num_warps", 4), options.get("num_ctas", 1))
-    )
+    given = options.get("num_warps", 4), options.get("num_ctas", 1)
+    num_warps, num_ctas = (getattr(value, "value", value) for value in given)
     if num_ctas not in (1, 2, 4, 8, 16):
         raise ValueError(f"num_ctas must be 1, 2, 4, 8 or 16, the blocks of a cluster; got {num_ctas}.")
     if num_warps < 1 or num_warps & (num_warps - 1):
@@ -171,14 +172,12 @@ def _argument(value: Any, name: str):
         return pointer(value, name)
     if isinstance(value, TensorDescriptor):
         return host_descriptor(value, name)
-    if isinstance(value, gl.constexpr):
-        return value.value
+    if value is None or isinstance(value, gl.constexpr):
+        return getattr(value, "value", None)
     if isinstance(value, NUMBERS):
         return to_tensor(value)
     if isinstance(value, (tuple, list)):
         return tuple(_argument(v, f"{name}[{i}]") for i, v in enumerate(value))
-    if value is None:
-        return None
     if "Im2Col" in type(value).__name__:
         refuse(
             "unknown operation",
@@ -214,7 +213,7 @@ def simulate(
 ) -> Iterator[Run]:
     """Run the Gluon and Triton kernels that are launched inside on the CPU, and check them.
 
-    `@simulate()` does so for a whole function.
+    `@simulate()` does so for a whole function. Another thread that simulates waits for this one.
 
     Args:
         seed: None runs by the cost model's times; a number stretches and shrinks them at random. Same seed, same run.
@@ -232,10 +231,11 @@ def simulate(
     def launch(kernel, *args, grid, warmup=False, **options):
         run.launch(kernel, args, grid, options)
 
-    before, numpy_errors = JITFunction.run, np.geterr()
-    JITFunction.run = launch  # also of Gluon's kernels, which inherit it
-    try:
-        yield run
-    finally:
-        np.seterr(**numpy_errors)
-        JITFunction.run = before
+    with _ONE_THREAD:
+        before, numpy_errors = JITFunction.run, np.geterr()
+        JITFunction.run = launch  # also of Gluon's kernels, which inherit it
+        try:
+            yield run
+        finally:
+            np.seterr(**numpy_errors)
+            JITFunction.run = before

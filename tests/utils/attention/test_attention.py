@@ -97,10 +97,12 @@ def test_no_queries_have_no_output(backend, arguments):
 
 @pytest.mark.parametrize("backend", CASES_OF_BACKENDS)
 @pytest.mark.parametrize("which", range(3))
-def test_a_tensor_with_one_number_a_row(backend, which):
-    """FlexAttention, compiled for a CPU, read behind a tensor whose last dimension is expanded."""
+@pytest.mark.parametrize("apart", (0, 1))
+def test_a_tensor_whose_numbers_are_one_or_overlap(backend, which, apart):
+    """FlexAttention, compiled for a CPU, read behind an expanded last dimension; torch's flash wrote among overlapping rows."""
     given = list(tensors(1, 2, 2, 7, 7, 16))
-    given[which] = given[which][..., :1].expand(given[which].shape)
+    rows, one = given[which].flatten(2)[..., :22].unfold(2, 16, 1), given[which][..., :1].expand(given[which].shape)
+    given[which] = rows if apart else one
     expected, _ = reference(*given, causal=True)
     with contextlib.suppress(AttentionUnsupported):  # as torch's flash backend says
         got = attention(*given, causal=True, backend=backend).double()
@@ -269,7 +271,7 @@ def test_operators_prove_which_backend_ran(name):
 @pytest.mark.parametrize("name", CASES_OF_BACKENDS)
 def test_mask_functions_and_modifiers_in_plain_calls(name):
     """A backend does the mask with its function or by itself, or says that it cannot."""
-    modifier, shape = score_mods.soft_cap(2.0), dict(b=1, h=2, hkv=2, sq=48, sk=48, d=16)
+    modifier, shape = score_mods.relative_bias(torch.randn(2, 48).double()), dict(b=1, h=2, hkv=2, sq=48, sk=48, d=16)
     cases = [{"mask_mod": both(causal, documents(16))}, {"mask_mod": sliding_window(9)}]
     cases += [{"mask_mod": documents(16), "score_mod": modifier}, {"mask_mod": documents(10), "window": 20}]
     for arguments in cases[-2:] if name in COMPILED else cases:
@@ -355,6 +357,7 @@ MISTAKES = [  # a change of q, k, v (1, 4, 6, 16) and (1, 2, 6, 16), or argument
     *(({"scale": true}, ValueError, "scale") for true in (True, np.True_, torch.tensor(True), np.array([True]))),
     ({"scale": 10**400}, ValueError, "scale"),
     ({"scale": math.nan}, ValueError, "scale"),
+    ({"scale": torch.tensor(1.0, requires_grad=True)}, ValueError, "gradient"),
     ({"backend": "flash3"}, ValueError, "choose one of naive, naive_compiled, math"),
     ({"backend": ["flex"]}, ValueError, "flex"),
     ({"mask_mod": 3}, TypeError, "mask_mod"),

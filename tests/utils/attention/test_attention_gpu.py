@@ -39,7 +39,7 @@ def cases():
     table = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).cuda()
     return {
         "ids and table": (both(causal, documents(ids)), score_mods.relative_bias(table)),
-        "dilated and bias": (both(dilated(3, 200), either(prefix_lm(77), causal)), score_mods.relative_bias(4)),
+        "dilated and bias": (both(dilated(3), either(prefix_lm(77), causal)), score_mods.relative_bias(4)),
         "window and cap": (sliding_window(100), score_mods.soft_cap(2.0)),
         "either and composed": (
             either(documents(128), causal),

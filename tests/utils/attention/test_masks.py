@@ -43,7 +43,6 @@ MASKS = {
     "documents(ids)": (documents(IDS), lambda q, k: IDS.tolist()[q] == IDS.tolist()[k]),
     "prefix_lm(3)": (prefix_lm(3), lambda q, k: k <= q or k < 3),
     "dilated(3)": (dilated(3), lambda q, k: k <= q and (q - k) % 3 == 0),
-    "dilated(2, window=7)": (dilated(2, 7), lambda q, k: 0 <= q - k < 7 and (q - k) % 2 == 0),
     "both(causal, documents(6))": (both(causal, documents(6)), lambda q, k: k <= q and q // 6 == k // 6),
     "either(causal, documents(ids))": (
         either(causal, documents(IDS)),
@@ -286,16 +285,16 @@ def test_a_window_that_hides_no_key_is_none(sq, sk):
 
 def test_options_are_claimed_only_where_the_mask_is_shown_to_allow_them():
     """A row whose first visited tile is all masked is NaN in the kernel, if the rows are claimed to be safe."""
-    long = document_ids([130, 250, 132])
+    long, near = document_ids([130, 250, 132]), both(dilated(3), sliding_window(200))
     safe = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
     for mask in (causal, documents(128), prefix_lm(77), either(documents(128), causal)):
         assert proved_options(mask, 512, 512, "cpu", (128, 128), 64) == safe
-    for mask in (documents(100), documents(long), dilated(3, 200), sliding_window(100), negate(causal)):
+    for mask in (documents(100), documents(long), near, sliding_window(100), negate(causal)):
         assert proved_options(mask, 512, 512, "cpu", (128, 128), 64) == {"BLOCKS_ARE_CONTIGUOUS": True}
     gap = either(both(causal, documents(128)), prefix_lm(40))
     assert "BLOCKS_ARE_CONTIGUOUS" in proved_options(causal, 512, 512, "cpu", (128, 128), 64)
     far = either(documents(128), lambda b, h, q, k: (k < 5) & (q >= 256))
-    assert "BLOCKS_ARE_CONTIGUOUS" not in proved_options(either(dilated(1, 9), far), 640, 640, "cpu", (128, 128), 64)
+    assert "BLOCKS_ARE_CONTIGUOUS" not in proved_options(either(nearby(9), far), 640, 640, "cpu", (128, 128), 64)
     assert proved_options(gap, 512, 512, "cpu", (128, 128), 64)["ROWS_GUARANTEED_SAFE"]
 
 

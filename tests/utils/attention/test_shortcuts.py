@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import utils
 from utils.attention import Refused, attention, call, find_backend, last_run, make_problem
 from utils.attention.gluon.arguments import Arguments
 from utils.attention.masks import causal as causal_mask
+from utils.attention.masks import score_mods
 from utils.attention.problem import Problem
 from utils.machine.device import Support
 from utils.newest import Newest
@@ -86,19 +88,22 @@ def test_a_gradient_is_part_of_the_decision():
     with torch.no_grad():
         assert not attention(q, k, v, backend="math").requires_grad
         assert not last_run().problem.needs_grad
+    for table in (torch.zeros(2, 9), torch.zeros(2, 9, requires_grad=True)):
+        attention(*tensors(), score_mod=score_mods.relative_bias(table), backend="naive")
+        assert last_run().problem.needs_grad == table.requires_grad
 
 
 def test_an_error_in_a_remembered_call_goes_the_long_way(monkeypatch):
     q, k, v = tensors()
     expected = attention(q, k, v, backend="flash")
-    (kept,) = call.KEPT.values()
+    ((key, (_, *rest)),) = call.KEPT.items()
 
     def refuse(q, k, v):
         raise RuntimeError("not today")
 
-    kept.call = refuse
+    call.KEPT[key] = (refuse, *rest)
     assert torch.equal(attention(q, k, v, backend="flash"), expected)
-    assert next(iter(call.KEPT.values())) is not kept
+    assert call.KEPT[key][0] is not refuse
 
 
 def test_a_stored_mask_is_not_kept():
@@ -116,19 +121,15 @@ def test_the_pin_holds_and_is_undone():
         for _ in range(2):
             attention(q, k, v, backend="flash")
             assert not torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+        many = [threading.Thread(target=lambda: [attention(q, k, v, backend="math") for _ in range(300)]) for _ in "ab"]
+        for act in (threading.Thread.start, threading.Thread.join):
+            list(map(act, many))
         with pytest.raises((RuntimeError, Refused)):
-            next(iter(call.KEPT.values())).call(q.to(torch.int32), k, v)
+            next(iter(call.KEPT.values()))[0](q.to(torch.int32), k, v)
         assert not torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
     finally:
         torch.backends.cuda.enable_flash_sdp(switches[0])
     assert [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()] == switches
-
-
-def test_no_more_than_so_many_are_kept(monkeypatch):
-    monkeypatch.setattr(call, "KEPT", Newest(3))
-    for length in (8, 9, 10, 11, 12):
-        attention(*tensors(length=length))
-    assert [key[-1][0][0][2] for key in call.KEPT] == [10, 11, 12]
 
 
 def test_torch_compile_vmap_and_flop_counter_see_the_call():
@@ -145,7 +146,9 @@ def test_torch_compile_vmap_and_flop_counter_see_the_call():
         torch.testing.assert_close(compiled(q, k, v), expected * 2)
     many = torch.vmap(lambda *x: attention(*x, causal=True, backend="math"))(*(torch.stack([x, x]) for x in (q, k, v)))
     torch.testing.assert_close(many[1], expected)
-    many = torch.vmap(lambda *x: attention(*x, mask_mod=causal_mask))(*(torch.stack([x, x]) for x in (q, k, v)))
+    many, _ = torch.vmap(lambda *x: attention(*x, mask_mod=causal_mask, return_lse=True))(
+        *(torch.stack([x, x]) for x in (q, k, v))
+    )
     torch.testing.assert_close(many[1], expected)
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -154,14 +157,11 @@ def test_torch_compile_vmap_and_flop_counter_see_the_call():
     assert counter.get_total_flops() > 0
 
 
-def test_a_bound_function_that_is_kept_anyway_may_hold_a_mask(monkeypatch):
+def test_kept_are_functions_that_are_kept_anyway_and_compiled_ones_below_their_limit_of_versions(monkeypatch):
     stored = call.Bound(lambda q, k, v: q)
     assert not call._may_be_kept(stored)
     monkeypatch.setattr(call, "_compiled", {("cute", None): stored})
     assert call._may_be_kept(stored)
-
-
-def test_a_compiled_function_near_its_limit_of_versions_is_not_kept(monkeypatch):
     bound = call.Bound(lambda q, k, v: q, source=lambda q, k, v: q)
     monkeypatch.setattr(call, "compiled_versions", lambda source: 7)
     assert call._may_be_kept(bound)

@@ -87,6 +87,8 @@ def test_memory_calls_exactly_as_often_as_documented_and_drops_results():
     _, added = benchmark_memory(fn)
     assert len(calls) == 10 + 100
     assert added == pytest.approx(4 * MB / 1e9, rel=1e-3)
+    _, added = benchmark_memory(lambda: calls.append(fn()), n_warmup=1, n_repeat=3)  # what calls keep adds up
+    assert added == pytest.approx(3 * 4 * MB / 1e9, rel=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's own way of measuring")

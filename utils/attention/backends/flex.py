@@ -168,11 +168,17 @@ def _flex_call(problem: Problem, blocks, options: dict | None) -> Attend:
 
     keep_captured_floats_constant()
     more = {"return_aux": AuxRequest(lse=True)} if problem.with_lse else {}
-    mod, scale, grouped = problem.score_mod, problem.scale, problem.grouped
+    given, scale, grouped, on_cpu = problem.score_mod, problem.scale, problem.grouped, problem.device.type == "cpu"
+
+    def in_fp32(score, b, h, q, k):
+        return given(score, b, h, q, k).float()  # compiled for a CPU, it reads scores of another type as fp32
+
+    mod = in_fp32 if on_cpu and given is not None else given
 
     def attend(q, k, v):
         # Compiled, it takes a stride of zero in the last dimension for one, and reads behind the tensor.
         q, k, v = (x if x.stride(-1) else x.contiguous() for x in (q, k, v))
+        q, k, v = (x.detach() for x in (q, k, v)) if on_cpu else (q, k, v)  # it asks there even under no_grad
         result = flex_attention(
             q, k, v, score_mod=mod, block_mask=blocks, scale=scale, enable_gqa=grouped, kernel_options=options, **more
         )

@@ -75,6 +75,8 @@ def reason_against_compiling(problem: Problem, options: Options) -> str:
     """Say why torch.compile does not run here with these options; "" if it does."""
     if problem.device.type != ("cuda" if torch.cuda.is_available() else "cpu"):
         return f"torch.compile was probed for another device than {problem.device}."
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.compile does not run under vmap, grad and their like."
     if problem.device.type == "cpu" and options.mode in ("reduce-overhead", "max-autotune"):
         return f"with mode {options.mode!r} it uses CUDA graphs, and the tensors are on a CPU."
     return ""

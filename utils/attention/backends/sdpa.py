@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 import time
 import warnings
 from dataclasses import dataclass
@@ -152,6 +153,11 @@ def _refuses_functions(problem: Problem, options: object = None) -> str:
     return ""
 
 
+def apart(q: torch.Tensor) -> torch.Tensor:
+    """Return queries whose rows do not overlap, for torch's flash kernels, which write an output that lies as q does."""
+    return q.contiguous() if min(q.stride()[:3]) < q.shape[3] else q
+
+
 def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bound:
     """Bind a pinned backend, or torch's own choice (None), which gets documents as a mask and not as sequences."""
     plain = problem.plain() or problem
@@ -167,7 +173,7 @@ def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bou
 
     def attend(q, k, v):
         # On a CPU, torch's flash backend scales the minus infinity of a causal mask, too: nan, or what is masked is seen.
-        q, scale = positive_scale(q, plain.scale)
+        q, scale = positive_scale(apart(q), plain.scale)
         return F.scaled_dot_product_attention(q, k, v, scale=scale, **arguments)
 
     pinned = attend if backend is None else _pinning(backend, attend)
@@ -184,6 +190,7 @@ _SWITCHES = {
     SDPBackend.CUDNN_ATTENTION: "cudnn",
     SDPBackend.OVERRIDEABLE: "overrideable",
 }
+_SWITCHING = threading.RLock()  # they are the process's: a thread would run, and leave behind, what another one pinned
 
 
 def _pinning(backend: SDPBackend, attend: Attend) -> Attend:
@@ -199,14 +206,15 @@ def _pinning(backend: SDPBackend, attend: Attend) -> Attend:
         if torch.compiler.is_compiling():
             with sdpa_kernel(backend):
                 return attend(q, k, v)
-        before = [read() for read in reads]
-        try:
-            for write, on in zip(writes, pinned, strict=True):
-                write(on)
-            return attend(q, k, v)
-        finally:
-            for write, on in zip(writes, before, strict=True):
-                write(on)
+        with _SWITCHING:
+            before = [read() for read in reads]
+            try:
+                for write, on in zip(writes, pinned, strict=True):
+                    write(on)
+                return attend(q, k, v)
+            finally:
+                for write, on in zip(writes, before, strict=True):
+                    write(on)
 
     return attend_pinned
 

@@ -84,8 +84,8 @@ def document_ids(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
     lengths = [whole_number("a document's length", length) for length in lengths]
     if not lengths:
         raise ValueError("document_ids() was given no lengths; give one whole number a document.")
-    numbers = torch.arange(len(lengths), dtype=torch.int32)
-    return torch.repeat_interleave(numbers, torch.tensor(lengths)).to(device)
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
+    return torch.repeat_interleave(numbers, torch.tensor(lengths, device="cpu")).to(device)
 
 
 def document_lengths(mask_mod: Any, tokens: int) -> tuple[int, ...]:
@@ -107,18 +107,14 @@ def prefix_lm(prefix: int) -> MaskMod:
     return named(mask_mod, f"prefix_lm({prefix})", kind="prefix_lm", prefix=prefix)
 
 
-def dilated(step: int, window: int | None = None) -> MaskMod:
-    """Causal, every `step`-th key back from the query's own; with `window`, at most window - 1 tokens back."""
+def dilated(step: int) -> MaskMod:
+    """Causal, every `step`-th key back from the query's own."""
     whole_number("step", step)
-    if window is not None:
-        whole_number("window", window)
 
     def mask_mod(b, h, q, k):
-        allowed = (q >= k) & ((q - k) % step == 0)
-        return allowed if window is None else allowed & (q - k < window)
+        return (q >= k) & ((q - k) % step == 0)
 
-    limit = "" if window is None else f", window={window}"
-    return named(mask_mod, f"dilated({step}{limit})", kind="dilated", step=step, window=window)
+    return named(mask_mod, f"dilated({step})", kind="dilated", step=step)
 
 
 def checked_mods(name: str, mods: Sequence, kind: str = "mask function", form: str = "(b, h, q, k)") -> tuple:

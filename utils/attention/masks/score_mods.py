@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from utils.attention.masks.mask_mods import checked_mods, errors_of, name_of, named
+from utils.attention.masks.mask_mods import captured, checked_mods, errors_of, name_of, named
 from utils.validation import whole_number
 
 ScoreMod = Callable[..., torch.Tensor]
@@ -109,6 +110,13 @@ def modify_scores(
             "one floating-point number: torch.where(condition, score, other) chooses between two."
         )
     return modified
+
+
+def learned(score_mod: ScoreMod | None) -> bool:
+    """Whether autograd has to see a modifier, since it reads a tensor that requires a gradient."""
+    if score_mod is None or not torch.is_grad_enabled():
+        return False
+    return any(getattr(x, "requires_grad", False) for x in tree_leaves(captured(score_mod)))
 
 
 def by_name(name: str, heads: int, cap: float) -> ScoreMod | None:
