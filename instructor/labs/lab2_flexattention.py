@@ -394,8 +394,8 @@ gallery = {
     "sinks_and_window(4, 24)": sinks_and_window(4, 24),
     "yours": yours,
 }
-fig, axes = plt.subplots(2, len(gallery), figsize=(20, 7.4), layout="constrained", facecolor=CARD)
-plot_mask(list(gallery.values()), 160, block_size=16, labels=list(gallery), ax=list(axes.T.flat))
+fig, axes = plt.subplots(3, 4, figsize=(13, 11.5), layout="constrained", facecolor=CARD)
+plot_mask(list(gallery.values()), 160, block_size=16, labels=list(gallery), ax=list(axes.flat))
 plt.show()
 empty = {name: counted.empty / counted.total for name, mod in gallery.items() for counted in [sparsity(mod, 160, 160, block_size=16)]}
 beside_guess("the mask with the most empty blocks", max(empty, key=empty.get))
@@ -1383,7 +1383,7 @@ def paged_mask(mask_mod, owner: torch.Tensor, number: torch.Tensor, page_size: i
 ### TESTS bonus_8_2_tests, 8 points: check_paged_mask(paged_mask)
 
 # %% [markdown]
-# Your mask describes the pool from the side of the pages: whose are you? A server's kernel asks from the side of the
+# Your mask describes the pool from the side of the pages. A server's kernel asks from the side of the
 # sequences, by a **block table**: row `b` lists the pages of sequence `b` in order. Then a sequence touches its own pages
 # and no others, and no mask has to be sorted into blocks when a page changes its owner. The course's kernel for one new token
 # over a long cache reads pages in this way: `attention_decode(..., block_table=...)`.

@@ -1528,7 +1528,7 @@ plot_case(grid)
 # **The case is closed.** One query multiplies next to nothing: bytes are the limit, so a kernel for an old chip loses nothing, and
 # cuDNN splits the keys where there are few programs. With four queries another kernel answers. It could multiply faster, and that
 # does not help; it never splits, so a call of 4 programs reads with 4 of 132 multiprocessors. Flash splits there. From about 32
-# programs on the chip is full, and cuDNN wins again. The rule of Question 1.4 sees none of this: it asks for versions, not shapes.
+# programs on cuDNN wins again. The rule of Question 1.4 sees none of this: it asks for versions, not shapes.
 #
 # The sweep also measured shapes at random, off the grid. They were *held out*: a rule that was made to fit the grid has not seen
 # them. Write a rule into the next cell, and run it until you would take it to work.

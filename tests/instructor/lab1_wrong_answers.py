@@ -125,6 +125,7 @@ WRONG_ANSWERS = [
         "q2_2",
         ("the higher roof", ("min(peak", "max(peak"), "The lower of the two roofs"),
         ("a whole ridge", ("return peak_tflops / bandwidth_tb_s", "return peak_tflops // bandwidth_tb_s"), "too small"),
+        ("without the bandwidth", ("intensity * bandwidth_tb_s", "intensity"), "bandwidth"),
         ("divided by the bandwidth", ("peak_tflops, intensity *", "peak_tflops, intensity /"), "bandwidth"),
     ),
     *mistakes(

@@ -70,6 +70,7 @@ WRONG_ANSWERS = [
         ("any newer GPU", ("in ((9, 0), (10, 0))", ">= (9, 0)"), _ORDER),
         ("any 9.x and 10.x", ("in ((9, 0), (10, 0))", "[0] in (9, 10)"), _ORDER),
         ("math asked last", ('"math", "cudnn"]', '"cudnn", "math"]'), ("Torch asks", "takes every call")),
+        ("cuDNN not asked without the rule", ('"math", "cudnn"]', '"math"]'), "a backend can run"),
         ("math as a last resort", (_NONE_IS_ABLE, 'return "math"'), "raise BackendRefused"),
         ("None instead of an error", (_NONE_IS_ABLE, "return None"), "raise BackendRefused"),
     ),

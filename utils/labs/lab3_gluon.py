@@ -340,7 +340,7 @@ def plot_slots(cycles: dict[int, float]) -> None:
     table = pd.DataFrame({"slots": cycles.keys(), "model cycles": cycles.values(), "gained by the last slot": gains})
     enough = next((n for n, gain in zip(cycles, gains[1:], strict=False) if gain < 0.05), max(cycles))
     beside_guess("slots, from which one more gains less than 5%", enough)
-    session.plot_bars({"32 tiles of 2 KiB": table}, ["model cycles", "gained by the last slot"])
+    session.plot_bars({"32 tiles of 2 KiB": table}, ["model cycles", "gained by the last slot"], title="One to eight slots")
 
 
 CONFLICTS = """

@@ -263,12 +263,12 @@ def check_ridge_and_roof(ridge_point, attainable_tflops):
     expect_number(ridge_point(10.0, 0.81), 12.345679, rel=1e-6, unit="FLOPs/Byte", what=what, mistakes=mistakes)
     lower = "The lower of the two roofs limits"
     for place, intensity, right, known in (
-        ("left of", 3.1416, 1.5708, {f"{lower}, not the higher.": 10.0, "Bytes times bandwidth?": 6.2832}),
-        ("right of", 100.0, 10.0, {f"{lower}: no kernel is faster than the peak.": 50.0}),
-        ("at", 20.0, 10.0, {}),
+        ("left of", 3.1416, 1.25664, {f"{lower}, not the higher.": 10.0, "Intensity times bandwidth?": [7.854, 3.1416]}),
+        ("right of", 100.0, 10.0, {f"{lower}: no kernel is faster than the peak.": 40.0}),
+        ("at", 25.0, 10.0, {}),
     ):
-        what = f"attainable_tflops({intensity}, 10.0, 0.5), {place} the ridge,"
-        got = attainable_tflops(intensity, 10.0, 0.5)
+        what = f"attainable_tflops({intensity}, 10.0, 0.4), {place} the ridge,"
+        got = attainable_tflops(intensity, 10.0, 0.4)
         expect_number(got, right, rel=1e-6, unit="TFLOP/s", what=what, mistakes=known)
 
 

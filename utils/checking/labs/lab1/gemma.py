@@ -58,7 +58,7 @@ _ATTENTION = {
     "hidden": "q, k and v each read the hidden states.",
     "queries": "Is each vector both written by one operator and read by the next?",
     "two": "Queries and outputs of attention are each written by one operator and read by the next.",
-    "new": "The new keys and values are written into the cache, besides the reading of the cache.",
+    "new": "The new keys and values are written into the cache, and read with the old ones.",
     "values": "Keys AND values are read from the cache.",
     "weights": "The weights are read, too.",
     "shared": "The batch shares the weights: they are read once.",

@@ -236,10 +236,10 @@ def check_layout_mask(lay_out):
         "Rows and tokens are mixed up: row r of the new layout holds token order[r], not the other way round.": torch.equal(
             got[order][:, order], right
         ),
+        "Within a conversation, later positions are hidden.": bool(by_token[0, 3] or by_token[1, 4]),
         "The instructions have no window: they see all instructions up to their own position.": not by_token[7, 2],
         "Every token of every other conversation sees all instructions.": not by_token[[0, 1], :][:, [2, 5, 7]].all(),
         "There is a window within a conversation.": bool(by_token[9, 0] or by_token[8, 1]),
-        "Within a conversation, later positions are hidden.": bool(by_token[0, 3] or by_token[1, 4]),
         "Instructions see instructions only, and no later ones.": bool(by_token[2, [5, 7, 0, 1]].any()),
         "A conversation does not see another one.": bool(by_token[0, 1] or by_token[9, 8] or by_token[1, 0]),
     }

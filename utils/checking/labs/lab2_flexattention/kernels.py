@@ -67,7 +67,7 @@ def check_relative_bias(relative_bias):
         q, k, column = map(int, place)
         distance = q - k
         wrong = {
-            "The distance is q - k: it has the wrong sign.": 4 - column,
+            "The distance is q - k, with its sign.": 4 - column,
             "Distances beyond R take the column at that end: this one wraps around.": (2 + distance) % 5,
             "Column R is distance 0.": min(abs(distance), 4),
         }

@@ -243,11 +243,11 @@ def check_default_backend(default_backend):
         ((9, 0), 91900, able, "cudnn", both),
         ((10, 0), 91501, able, "cudnn", both),
         ((8, 0), 91900, able, "flash", both),
-        ((12, 0), 92000, able, "flash", both),
         ((10, 1), 92000, able, "flash", both),
         ((9, 0), 91500, able, "flash", both),
         ((9, 0), 91900, strides, "efficient", later),
         ((8, 9), 91900, strides | {"efficient": ["dtype"], "cudnn": []}, "math", last),
+        ((8, 9), 91900, {name: ["no"] for name in able} | {"cudnn": []}, "cudnn", later),
         ((9, 0), 91900, {name: ["no"] for name in able}, "", later),
     ):
         expect_default(default_backend, capability, cudnn, reasons, expected, hint)
