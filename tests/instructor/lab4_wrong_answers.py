@@ -72,7 +72,6 @@ WRONG_ANSWERS = [
         ("math asked last", ('"math", "cudnn"]', '"cudnn", "math"]'), ("Torch asks", "takes every call")),
         ("cuDNN not asked without the rule", ('"math", "cudnn"]', '"math"]'), "a backend can run"),
         ("math as a last resort", (_NONE_IS_ABLE, 'return "math"'), "raise BackendRefused"),
-        ("None instead of an error", (_NONE_IS_ABLE, "return None"), "raise BackendRefused"),
     ),
     *mistakes(
         "q2_1",
