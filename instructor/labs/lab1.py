@@ -147,7 +147,7 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # small matrices. Nearly all FLOP/s of a modern GPU are theirs.
 #
 # **Memory** comes in levels. Shared memory belongs to a block, the L2 cache to all SMs. **HBM**, the 141 GB in the GPU's name,
-# is the main memory: 4.8 TB/s, which is fast, and still the narrowest pipe of all. A kernel reads its inputs from HBM and
+# is the main memory: 4.8 TB/s, which is fast, and still the GPU's narrowest pipe. A kernel reads its inputs from HBM and
 # writes its result there. What the next kernel needs makes that trip again.
 #
 # <details><summary>More words</summary>
@@ -1029,7 +1029,7 @@ beside_guess("gain of the cache, longest text, largest batch", float(latencies["
 latencies.round(3)
 
 # %%
-your_users = None  # your line, by kv_cache_bytes: users of 32768 tokens each that fit into 141 GB, beside 0.2 GB of weights (bf16)
+your_users = None  # your line, by kv_cache_bytes: users of 32768 tokens (bf16) in 141 GB beside 0.2 GB of weights
 check_users(your_users)
 
 # %% [markdown]
@@ -1393,9 +1393,9 @@ def graph_time_us(n: int, launch_us: float, kernel_us: float) -> float:
 ### TESTS q4_3_tests, 2 points: check_launch_model(eager_time_us, graph_time_us)
 
 # %%
-your_kernel_us = None  # your line: kernels of at least so many µs never let the GPU wait for a launch of 17 µs
+your_kernel_us = None  # your line: kernels of at least so many µs hide launches of 17 µs
 check_kernel_us(your_kernel_us)
-your_busy = None  # your line: the share of the step in which the GPU works, 93 kernels of 1.8 µs launched one by one, 17 µs a launch
+your_busy = None  # your line: the share of the time in which the GPU works: 93 kernels of 1.8 µs, 17 µs a launch
 check_busy(your_busy)
 kernel_us = [0.5 * 2**i for i in range(10)]
 gains = {f"{us} µs a launch": [eager_time_us(80, us, t) / graph_time_us(80, us, t) for t in kernel_us] for us in (6, 15)}

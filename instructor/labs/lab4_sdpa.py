@@ -792,7 +792,7 @@ def best_splits(
 # **Before you run.** By how much does the best number of splits gain at batch 1? At which batch is nothing left to gain?
 
 # %%
-full_batch = None  # your line: the batch from which on 8 key heads a sequence fill 132 multiprocessors without a split
+full_batch = None  # your line: the batch from which on 8 key heads a sequence, unsplit, fill 132 multiprocessors
 check_full_batch(full_batch)
 guesses["gain of the best split, batch 1"] = None
 guesses["gain of the best split, batch 64"] = None
@@ -816,7 +816,7 @@ plot_gains(gains)
 
 # %%
 guesses["share of the bandwidth, batch 1, flash"] = None  # 0 to 1
-cache_mb = None  # your line: MB of keys and values for 8 key heads (32 query heads), 32768 keys, head dimension 128, bf16
+cache_mb = None  # your line: MB of a cache of 8 key heads (32 query heads), 32768 keys, head dimension 128, bf16
 check_cache_mb(cache_mb)
 rows = []
 for batch in (1, 16) if on_gpu else (1, 8):
