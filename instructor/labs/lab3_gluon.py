@@ -1171,7 +1171,7 @@ print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
 # %% [markdown]
 # Look at the red bars of the two consumers. They take turns: while one computes its softmax, the other may multiply.
 # *Inside* a consumer nothing overlaps yet. Move the sliders: what do more keys a block, more slots and a larger head
-# dimension do to the white and grey between the red bars?
+# dimension do to the gaps between the red bars?
 
 # %%
 registers = None  # your line: registers for each thread of the consumers if the producer kept 40

@@ -489,8 +489,7 @@ show_recorded("traces")
 #
 # With your numbers, or recorded ones:
 # 1. Where does math lose its time? Name operators.
-# 2. Which tensors does each backend allocate? Why may "added MB" of math be less, or more, than "MB moved (predicted)", whose scores
-#    have the inputs' dtype?
+# 2. Which tensors does each backend allocate? Why is "added MB" of math not "MB moved (predicted)"?
 # 3. Causal: how much faster did each backend get? What does the one that did not do with masked scores?
 # 4. Which backend has the smallest error? What do you need to know to call the others wrong?
 # 5. On the H200, cuDNN is 1.9 times as fast as flash. Which words in the kernel names say why? Somebody reports "1.0 times":

@@ -263,7 +263,7 @@ def check_ridge_and_roof(ridge_point, attainable_tflops):
     expect_number(ridge_point(10.0, 0.81), 12.345679, rel=1e-6, unit="FLOPs/Byte", what=what, mistakes=mistakes)
     lower = "The lower of the two roofs limits"
     for place, intensity, right, known in (
-        ("left of", 3.1416, 1.25664, {f"{lower}, not the higher.": 10.0, "Intensity times bandwidth?": [7.854, 3.1416]}),
+        ("left of", 3.1416, 1.25664, {f"{lower}, not the higher.": 10.0, "Times the bandwidth?": [7.854, 3.1416]}),
         ("right of", 100.0, 10.0, {f"{lower}: no kernel is faster than the peak.": 40.0}),
         ("at", 25.0, 10.0, {}),
     ):
