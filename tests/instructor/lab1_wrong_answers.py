@@ -203,6 +203,7 @@ WRONG_ANSWERS = [
         ("floor in s", ("(bandwidth_tb_s * 1e12) * 1e3", "(bandwidth_tb_s * 1e12)"), "in ms"),
         ("one cache", (_FLOOR, "(weights * weight_bytes + cache * cache_bytes)"), "own cache"),
         ("cache in the weights' format", (_FLOOR, "(weights + batch * cache) * weight_bytes"), "own bytes"),
+        ("break-even of a cache in bf16", ("1.0, 0, cache_bytes)", "1.0, 0)"), "break_even_batch"),
         ("break-even rounded down", ("math.ceil(weights /", "math.floor(weights /"), "still the smaller"),
         ("break-even not rounded", ("math.ceil(weights / cache_of_one)", "weights / cache_of_one"), "is an integer"),
         ("one above equality", ("math.ceil(weights /", "1 + math.floor(weights /"), "that is enough"),

@@ -242,13 +242,13 @@ def check_decode_floor(decode_floor_ms, break_even_batch):
         layers: 0.00520192,
         in_ms: 9.36346e-5,
     }
-    what = "decode_floor_ms(8, 1000, config, 4.0, weight_bytes=1, cache_bytes=2) with 3 key-value heads"
-    got = decode_floor_ms(8, 1000, GROUPED, 4.0, 1, 2)
+    what = "decode_floor_ms(8, 1000, config, 16.0, weight_bytes=4, cache_bytes=8) with 3 key-value heads"
+    got = decode_floor_ms(8, 1000, GROUPED, 16.0, 4, 8)
     expect_number(got, 0.0936346, rel=1e-5, unit="ms", what=what, mistakes=known)
     below, real = "At this batch the cache traffic is still the smaller.", "A batch is an integer."
     for length, weight_bytes, cache_bytes, right, known in (
-        (1000, 1, 2, 10, {below: 9, real: 9.168539325842696, own: 19, window: 6}),
-        (1520, 2, 2, 16, {"At 16 the two are equal, and that is enough.": 17, window: 8}),
+        (1000, 4, 8, 10, {below: 9, real: 9.168539325842696, own: 19, window: 6}),
+        (1520, 4, 4, 16, {"At 16 the two are equal, and that is enough.": 17, window: 8}),
     ):
         got = break_even_batch(length, GEMMA_CONFIG, weight_bytes, cache_bytes)
         what = f"break_even_batch({length}, GEMMA_CONFIG, {weight_bytes}, {cache_bytes})"
