@@ -52,6 +52,7 @@ WRONG_ANSWERS = [
         ("added to memory that nothing was written to", ("c[rows, cols] =", "c[rows, cols] +="), _EVERY),
         ("accumulator in the inputs' dtype", ("torch.float32, device", "a.dtype, device"), "the accumulator"),
         ("products in the inputs' dtype", ("].float()", "]"), "the product of two elements"),
+        ("columns up to M", ("range(0, n_size, tile_n)", "range(0, m_size, tile_n)"), "gemm_tiled of"),
         ("edges left out", ("range(0, m_size, tile_m)", "range(0, m_size - tile_m + 1, tile_m)"), (_EVERY, "edges")),
         ("last step of K left out", ("0, k_size", "0, k_size - tile_k + 1"), ("edges", "wrong in", _EVERY)),
         ("row tile for columns", ("(0, n_size, tile_n)", "(0, n_size, tile_m)"), ("wrong in", "raised", _EVERY)),
@@ -155,6 +156,7 @@ WRONG_ANSWERS = [
         ("scores without values", ("+ 2 * batch * q_width *", "+ batch * q_width *"), "AND D MACs for the value"),
         ("pairs for key-value heads", ("* batch * q_width * attended", "* batch * kv_width * attended"), "QUERY head"),
         ("hidden states read once", ("+= 3 * tokens * hidden", "+= tokens * hidden"), "each read the hidden states"),
+        ("more keys than there are", ("min(kv_len, query_len + window - 1)", "query_len + window - 1"), "at most"),
         ("cache without values", ("2 * batch * keys_read *", "batch * keys_read *"), "Keys AND values"),
         ("cache of one sequence", ("2 * batch * keys_read * kv_width", "2 * keys_read * kv_width"), "of its own"),
         ("new keys not written", ("tokens * (q_width + 2 * kv_width)", "tokens * q_width"), "written into the cache"),
@@ -293,6 +295,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q5_3",
+        ("queries counted by the keys' length", ("0, q.shape[2]", "0, k.shape[2]"), "flash_attention_tiled"),
         ("keys counted by the queries' length", ("0, k.shape[2]", "0, q.shape[2]"), "flash_attention_tiled"),
         ("flash: sum not rescaled", ("l = l * rescale + p.sum", "l = l + p.sum"), "BOTH"),
         ("flash: output not rescaled", ("accumulator * rescale + p", "accumulator + p"), "BOTH"),

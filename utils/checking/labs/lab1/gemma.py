@@ -51,7 +51,7 @@ _ATTENTION = {
     "both": "Each pair costs D MACs for its score AND D MACs for the value.",
     "query": "Each pair costs its MACs for each QUERY head.",
     "flop": "These are FLOPs: one MAC is two FLOPs.",
-    "seen": "With a window, only the keys that at least one query can see are read.",
+    "seen": "Keys are read that at least one query can see, and there are kv_len of them at most.",
     "together": "Several queries see more keys together than one window.",
     "elements": ELEMENTS,
     "dtype": DTYPE,
@@ -75,6 +75,7 @@ _PLACES: tuple = (
         {"heads": 7392, "dtype": 10368, "elements": 2592, "hidden": 4584, "queries": 4644, "two": 4104, "new": 4824}
         | {"values": 4932, "weights": 4224, "shared": 7104, "sequences": 4848, "output": 4884, "o_proj": [4344, 3984]},
     ),
+    (((3, 5, 7), 12, BF16, 25, 9900, 5184), {}, {"seen": 5832}),
     (
         ((3, 5, 8), 2, FP32, 10, 8280, 10224),
         {"heads": 11880, "mask": 11520, "window": 10440, "wide": 8820, "projections": 1080, "both": 7740}

@@ -241,7 +241,6 @@ def check_default_backend(default_backend):
     cases = [
         ((9, 0), 91900, able, "cudnn", both),
         ((10, 0), 91501, able, "cudnn", both),
-        ((8, 0), 91900, able, "flash", both),
         ((10, 1), 92000, able, "flash", both),
         ((9, 0), 91500, able, "flash", both),
         ((9, 0), 91900, {name: ["no"] for name in able}, "", later),
