@@ -103,13 +103,13 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # That was the first question. The rest goes the same way: read, write below `# YOUR CODE HERE`, run the check. A check names the
 # mistakes that it knows. Later, your answers also meet other shapes, dtypes and sizes.
 #
-# - **Run the cells in order.** After a restart of the notebook, a cell says which earlier one it needs.
+# - **Run the cells in order.** After a restart, run the setup cell at the top; the others say what they need: their first line asks.
 # - **Predict first.** Where it says *Before you run*, write your guess into the line `guesses[...] = None`. What was measured
 #   is printed beside it, with the score: you against the machine. A wrong guess teaches more than none.
 # - **Solve it the ordinary way, and you will never meet a rule.** What a check counts is folded below its question; hints, too.
 #
-# The lab has two halves of about five hours, and one more for bonus questions: Parts 1 to 3 count and predict, Parts 4
-# and 5 make things fast. On a GPU it uses real sizes and 16-bit numbers, on a CPU small sizes and 32-bit numbers; what
+# The lab has two halves of about five hours: Parts 1 to 3 count and predict, Parts 4 and 5 make things fast. Bonus questions
+# take an hour more. On a GPU it uses real sizes and 16-bit numbers, on a CPU small sizes and 32-bit numbers; what
 # an H200 did is drawn beside your own.
 #
 # <details><summary>What you will be able to do, and the points</summary>
@@ -147,7 +147,7 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # small matrices. Nearly all FLOP/s of a modern GPU are theirs.
 #
 # **Memory** comes in levels. Shared memory belongs to a block, the L2 cache to all SMs. **HBM**, the 141 GB in the GPU's name,
-# is the main memory: 4.8 TB/s, which is fast, and still the narrowest pipe of all. A kernel reads its inputs from HBM and
+# is the main memory: 4.8 TB/s, which is fast, and still the GPU's narrowest pipe. A kernel reads its inputs from HBM and
 # writes its result there. What the next kernel needs makes that trip again.
 #
 # <details><summary>More words</summary>
@@ -386,8 +386,8 @@ plt.show()
 
 # %% [markdown]
 # The naive version spends its time on Python, which asks for one number at a time. The tiled version hands over whole
-# tiles and gains a factor of ten thousand or more, but each outer product is its own operation: its result goes out to
-# memory, and comes back to be added. The library does the same arithmetic in **one** kernel, its sums in registers.
+# tiles and is thousands of times as fast, but each outer product is its own operation: its result goes out to memory, and
+# comes back to be added. The library does the same arithmetic in **one** kernel, its sums in registers.
 
 # %% [markdown]
 # ## Triton
@@ -960,8 +960,8 @@ for implementation in ("eager", "sdpa"):
 # ### Question 3.3: Prefill, decode and the KV cache {points}
 #
 # **Write the loop.** `decode_with_cache` gets a `prompt` (B, S, hidden) and `new_tokens` (B, N, hidden). It prefills the prompt
-# **once**, then decodes the new tokens **one by one** with the cache, and returns their outputs, (B, N, hidden): those that a
-# prefill of all S + N tokens gives for the last N. Four functions of the course do the work:
+# **once**, then decodes the new tokens **one by one** with the cache, and returns their outputs, (B, N, hidden). They equal the
+# last N outputs of a prefill of all S + N tokens. Four functions of the course do the work:
 #
 # ```python
 # cache = initialize_kv_cache(layer.config, max_cache_len)  # for how many tokens?
@@ -1029,7 +1029,7 @@ beside_guess("gain of the cache, longest text, largest batch", float(latencies["
 latencies.round(3)
 
 # %%
-your_users = None  # your line, by kv_cache_bytes: users of 32768 tokens each that fit into 141 GB, beside 0.2 GB of weights (bf16)
+your_users = None  # your line, by kv_cache_bytes: users of 32768 tokens (bf16) in 141 GB beside 0.2 GB of weights
 check_users(your_users)
 
 # %% [markdown]
@@ -1393,9 +1393,9 @@ def graph_time_us(n: int, launch_us: float, kernel_us: float) -> float:
 ### TESTS q4_3_tests, 2 points: check_launch_model(eager_time_us, graph_time_us)
 
 # %%
-your_kernel_us = None  # your line: kernels of at least so many µs never let the GPU wait for a launch of 17 µs
+your_kernel_us = None  # your line: kernels of at least so many µs hide launches of 17 µs
 check_kernel_us(your_kernel_us)
-your_busy = None  # your line: the share of the step in which the GPU works, 93 kernels of 1.8 µs launched one by one, 17 µs a launch
+your_busy = None  # your line: the share of the time in which the GPU works: 93 kernels of 1.8 µs, 17 µs a launch
 check_busy(your_busy)
 kernel_us = [0.5 * 2**i for i in range(10)]
 gains = {f"{us} µs a launch": [eager_time_us(80, us, t) / graph_time_us(80, us, t) for t in kernel_us] for us in (6, 15)}

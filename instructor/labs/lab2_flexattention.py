@@ -140,9 +140,9 @@ def mask_costs(
 # %%
 guesses["documents as a tensor, time over no mask"] = None  # a ratio
 guesses["causal as a word, time over no mask"] = None
-mask_outweighs = None  # your line: tokens from which on the mask of a head has at least the bytes of its Q, K, V and O, D = 128
+mask_outweighs = None  # your line: tokens from which on a head's mask has at least the bytes of its Q, K, V, O, D = 128
 check_mask_outweighs(mask_outweighs)
-longest_mask = None  # your line: tokens at which the mask of one head alone, in bf16, fills the 141 GB of an H200
+longest_mask = None  # your line: tokens at which the mask of one head, in bf16, fills the 141 GB of an H200
 check_longest_mask(longest_mask)
 q, k, v = random_qkv()
 positions = torch.arange(length, device=device)
@@ -383,7 +383,7 @@ def yours(b, h, q, k):
 
 
 check_sparse_mask(yours)
-seen_by_60 = None  # your line: in the packed documents below, of 50, 20, 7, 40 and 30 tokens, the first and the last key that token 60 sees
+seen_by_60 = None  # your line: packed documents of 50, 20, 7, 40, 30 tokens: first and last key that token 60 sees
 check_seen_by_60(seen_by_60)
 packed = packed_documents(document_numbers([50, 20, 7, 40, 30], 160, torch.device("cpu"))[None])
 gallery = {
@@ -394,8 +394,8 @@ gallery = {
     "sinks_and_window(4, 24)": sinks_and_window(4, 24),
     "yours": yours,
 }
-fig, axes = plt.subplots(2, len(gallery), figsize=(20, 7.4), layout="constrained", facecolor=CARD)
-plot_mask(list(gallery.values()), 160, block_size=16, labels=list(gallery), ax=list(axes.T.flat))
+fig, axes = plt.subplots(3, 4, figsize=(13, 11.5), layout="constrained", facecolor=CARD)
+plot_mask(list(gallery.values()), 160, block_size=16, labels=list(gallery), ax=list(axes.flat))
 plt.show()
 empty = {name: counted.empty / counted.total for name, mod in gallery.items() for counted in [sparsity(mod, 160, 160, block_size=16)]}
 beside_guess("the mask with the most empty blocks", max(empty, key=empty.get))
@@ -491,7 +491,7 @@ guesses["promise of the sliding window"] = None  # times faster
 guesses["share of it that arrives"] = None  # 0 to 1
 guesses["everything in blocks, time over no mask"] = None
 sixteenths = (5, 1, 3, 2, 1, 4)  # of the row: the documents of unequal lengths
-boundaries = None  # your line: the sixteenths at which the six documents begin, and the one at which the last one ends
+boundaries = None  # your line: the sixteenths at which the six documents begin, and where the last one ends
 check_boundaries(boundaries)
 causal_promise = None  # your line: what causal promises for 8192 tokens in blocks of 128. It is not 2
 check_causal_promise(causal_promise)
@@ -752,7 +752,7 @@ def prepare_flex(attention, mask_mod, score_mod, length: int, device: torch.devi
 guesses["the slowest"] = None  # a name of the list below
 guesses["eager over compiled FlexAttention"] = None  # a ratio
 guesses["mask as a tensor over compiled FlexAttention"] = None
-calls_that_pay = None  # your line: a block mask takes as long as 3 calls. From how many calls on is it under a tenth of all the time?
+calls_that_pay = None  # your line: a block mask costs 3 calls. From how many calls on is that under a tenth of the time?
 check_calls(calls_that_pay)
 
 # %% tags=["collapsed"]
@@ -923,7 +923,7 @@ if not on_gpu:
 # none, and raises an error. So the picture below was recorded on an H200: causal inside of documents of 512, 4096 tokens, bf16.
 
 # %%
-your_promise = None  # your line: the promise of FlexAttention's blocks of 128 in this picture, forward and backward alike
+your_promise = None  # your line: what FlexAttention's blocks of 128 promise in this picture
 check_training_promise(your_promise)
 plot_beside("training", ["speed-up, both"], title="Forward and backward")
 
@@ -957,7 +957,7 @@ plot_beside("training", ["speed-up, both"], title="Forward and backward")
 # %%
 guesses["dynamic=False: speed at the second length / at the third"] = None  # a ratio
 guesses["kernels of the default"] = None
-eager_lengths = None  # your line: with dynamic=False and PyTorch's own limit, how many of twelve lengths run eager?
+eager_lengths = None  # your line: with dynamic=False and PyTorch's own limit: how many of twelve lengths run eager?
 check_eager_lengths(eager_lengths)
 
 # %% tags=["collapsed"]
@@ -1044,7 +1044,7 @@ def bucketed_attention(
 # %%
 guesses["kernels behind the railing"] = None
 guesses["padding"] = None  # 0 to 1
-mean_padding = None  # your line: with buckets of 1024 and 2048, and each length from 1 to 2048 as likely, the padding over the tokens
+mean_padding = None  # your line: padding over tokens, buckets of 1024 and 2048, each length from 1 to 2048 as likely
 check_padding(mean_padding)
 if can_compile():
     guarded = own_copy(flex_attention)
@@ -1121,7 +1121,7 @@ if can_compile():
 guesses["block size with the best mean share of its pairs' promise"] = None  # 64, 128 or 256
 guesses["block size with the best mean share of its blocks' promise"] = None
 guesses["documents of half a block: best share of the pairs' promise"] = None  # 0 to 1
-quarter_block = None  # your line: the most of their pairs' promise that documents of a quarter of a block can reach
+quarter_block = None  # your line: the most of their pairs' promise that documents of a quarter block can reach
 check_quarter_block(quarter_block)
 
 # %% tags=["collapsed"]
@@ -1383,18 +1383,17 @@ def paged_mask(mask_mod, owner: torch.Tensor, number: torch.Tensor, page_size: i
 ### TESTS bonus_8_2_tests, 8 points: check_paged_mask(paged_mask)
 
 # %% [markdown]
-# Your mask describes the pool from the side of the pages: whose are you? A server's kernel asks from the side of the
-# sequences, by a **block table**: row `b` lists the pages of sequence `b` in order. Then a sequence touches its own pages
-# and no others, and no mask has to be sorted into blocks when a page changes its owner. The course's kernel for one new token
-# over a long cache reads pages in this way: `attention_decode(..., block_table=...)`.
+# Your mask describes the pool from the side of the pages. A server's kernel asks from the side of the sequences, by a **block
+# table**: row `b` lists the pages of sequence `b` in order. A sequence then touches its own pages alone, and no mask is sorted
+# into blocks when a page changes its owner. The course's decode kernel reads pages so: `attention_decode(..., block_table=...)`.
 #
 # What do pages cost? The picture has an H200's times: the kernel over the cache in one piece, over the same piece with the
 # lengths of its sequences, and over pages. FlashAttention 3, which reads pages, too, stands beside it.
 
 # %%
-your_place = None  # your line: a sequence has the pages [7, 2, 5], of 64 tokens each. At which place of the pool lies its token 100?
+your_place = None  # your line: a sequence has pages [7, 2, 5] of 64 tokens. At which place lies its token 100?
 check_place(your_place)
-your_empty = None  # your line: a sequence of 1000 tokens has pages of 64. How many of its places are reserved and empty?
+your_empty = None  # your line: a sequence of 1000 tokens, pages of 64: how many places are reserved and empty?
 check_empty(your_empty)
 plot_pages()
 

@@ -188,7 +188,7 @@ def registers_per_thread(keys: int, d: int) -> float:
 # %%
 guesses["64 queries, head dim 128: the longest"] = None  # "products", "exponentials" or "loads"
 guesses["rows of queries until it is not the loads"] = None
-same_time = None  # your line: the head dimension at which the exponentials of a step take as long as its products
+same_time = None  # your line: the head dimension at which exponentials take as long as products
 check_same_time(same_time)
 rows = []
 for d, queries, keys in ((64, 64, 128), (64, 192, 128), (128, 64, 128), (128, 128, 128), (128, 256, 128), (256, 128, 64)):
@@ -219,7 +219,7 @@ beside_guess("rows of queries until it is not the loads", hidden_at[0] if hidden
 # %%
 guesses["kernels or operators, naive"] = None
 guesses["kernels or operators, fused"] = None
-naive_mb = None  # your line: MB that the naive version moves for 4 heads, 1024 tokens, head dimension 64, in fp32
+naive_mb = None  # your line: MB that naive attention moves for 4 heads, 1024 tokens, head dimension 64, in fp32
 check_naive_mb(naive_mb)
 
 
@@ -319,7 +319,7 @@ def owner(row: int, column: int, shape: tuple, size: tuple, threads: tuple, warp
 plot_owner(owner)
 held = None  # your line: how many elements of the 32 × 32 in the left picture a thread holds
 check_held(held)
-a_row_apart = None  # your line: (sectors, share of their bytes that is needed) when the 32 numbers lie a row apart
+a_row_apart = None  # your line: (sectors, share of their bytes needed) when the 32 numbers lie a row apart
 check_sectors(a_row_apart)
 
 # %% [markdown]
@@ -1007,7 +1007,8 @@ def attention(q_desc, k_desc, v_desc, o_desc, sk, c):
 guesses["tensor cores at work, 5.1"] = None  # 0 to 1
 guesses["tensor cores at work, 5.2"] = None
 guesses["tensor cores at work, 5.3"] = None
-causal_blocks = None  # your line: how many of 5 blocks (64 keys each, 300 in all) rows 64 to 127 of 200 queries see if the last one sees the last key
+# 200 queries over 300 keys, causal: the last query sees the last key. How many blocks of 64 keys do rows 64 to 127 see?
+causal_blocks = None  # your line
 check_causal_blocks(causal_blocks)
 launch, _ = attention_launch("lab3_softmax.py", 64, *big)
 run = show_timeline(answered("lab3_softmax.py"), launch, "One warpgroup, 64 queries", model=FROM_L2)
@@ -1170,7 +1171,7 @@ print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
 # %% [markdown]
 # Look at the red bars of the two consumers. They take turns: while one computes its softmax, the other may multiply.
 # *Inside* a consumer nothing overlaps yet. Move the sliders: what do more keys a block, more slots and a larger head
-# dimension do to the white and grey between the red bars?
+# dimension do to the gaps between the red bars?
 
 # %%
 registers = None  # your line: registers for each thread of the consumers if the producer kept 40
@@ -1526,9 +1527,9 @@ def matmul(a_desc, b_desc, c_desc, k_size):
 ### TESTS bonus_6_1_tests, 6 points: check_tcgen05(text_of("lab3_tcgen05.py"))
 
 # %%
-row_a_thread = None  # your line: scores of a tile (128 queries, 128 keys) that each of the 128 threads of a softmax holds
+row_a_thread = None  # your line: scores of a tile (128 × 128) that each of the 128 threads of a softmax holds
 check_row_a_thread(row_a_thread)
-columns = None  # your line: columns of tensor memory that two tiles of S (128 keys) and two of O (head dimension 128) take
+columns = None  # your line: columns of tensor memory for two tiles of S (128 keys) and two of O (head dimension 128)
 check_columns(columns)
 _ = show_timeline(answered("lab3_tcgen05.py"), tcgen05_launch(128, 128, 512, 128)[0], "C = A Bᵀ by tcgen05", model=gluon_cpu.CostModel.of("B200"))
 

@@ -489,8 +489,7 @@ show_recorded("traces")
 #
 # With your numbers, or recorded ones:
 # 1. Where does math lose its time? Name operators.
-# 2. Which tensors does each backend allocate? Why may "added MB" of math be less, or more, than "MB moved (predicted)", whose scores
-#    have the inputs' dtype?
+# 2. Which tensors does each backend allocate? Why is "added MB" of math not "MB moved (predicted)"?
 # 3. Causal: how much faster did each backend get? What does the one that did not do with masked scores?
 # 4. Which backend has the smallest error? What do you need to know to call the others wrong?
 # 5. On the H200, cuDNN is 1.9 times as fast as flash. Which words in the kernel names say why? Somebody reports "1.0 times":
@@ -792,7 +791,7 @@ def best_splits(
 # **Before you run.** By how much does the best number of splits gain at batch 1? At which batch is nothing left to gain?
 
 # %%
-full_batch = None  # your line: the batch from which on 8 key heads a sequence fill 132 multiprocessors without a split
+full_batch = None  # your line: the batch from which on 8 key heads a sequence, unsplit, fill 132 multiprocessors
 check_full_batch(full_batch)
 guesses["gain of the best split, batch 1"] = None
 guesses["gain of the best split, batch 64"] = None
@@ -816,7 +815,7 @@ plot_gains(gains)
 
 # %%
 guesses["share of the bandwidth, batch 1, flash"] = None  # 0 to 1
-cache_mb = None  # your line: MB of keys and values for 8 key heads (32 query heads), 32768 keys, head dimension 128, bf16
+cache_mb = None  # your line: MB of a cache of 8 key heads (32 query heads), 32768 keys, head dimension 128, bf16
 check_cache_mb(cache_mb)
 rows = []
 for batch in (1, 16) if on_gpu else (1, 8):
@@ -1528,7 +1527,7 @@ plot_case(grid)
 # **The case is closed.** One query multiplies next to nothing: bytes are the limit, so a kernel for an old chip loses nothing, and
 # cuDNN splits the keys where there are few programs. With four queries another kernel answers. It could multiply faster, and that
 # does not help; it never splits, so a call of 4 programs reads with 4 of 132 multiprocessors. Flash splits there. From about 32
-# programs on the chip is full, and cuDNN wins again. The rule of Question 1.4 sees none of this: it asks for versions, not shapes.
+# programs on cuDNN wins again. The rule of Question 1.4 sees none of this: it asks for versions, not shapes.
 #
 # The sweep also measured shapes at random, off the grid. They were *held out*: a rule that was made to fit the grid has not seen
 # them. Write a rule into the next cell, and run it until you would take it to work.

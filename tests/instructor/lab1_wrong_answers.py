@@ -44,6 +44,7 @@ WRONG_ANSWERS = [
         ("added to memory that nothing was written to", ("c[rows, cols] =", "c[rows, cols] +="), _EVERY),
         ("accumulator in the inputs' dtype", ("torch.float32, device", "a.dtype, device"), "the accumulator"),
         ("products in the inputs' dtype", ("].float()", "]"), "the product of two elements"),
+        ("columns up to M", ("range(0, n_size, tile_n)", "range(0, m_size, tile_n)"), "gemm_tiled of"),
         ("edges left out", ("range(0, m_size, tile_m)", "range(0, m_size - tile_m + 1, tile_m)"), (_EVERY, "edges")),
         ("last step of K left out", ("0, k_size", "0, k_size - tile_k + 1"), ("edges", "wrong in", _EVERY)),
         ("whole rows of A", ("a[rows, k : k + tile_k]", "(a * 1.0)[rows, k : k + tile_k]"), "Are the tile sizes used"),
@@ -115,6 +116,7 @@ WRONG_ANSWERS = [
         "q2_2",
         ("the higher roof", ("min(peak", "max(peak"), "The lower of the two roofs"),
         ("a whole ridge", ("return peak_tflops / bandwidth_tb_s", "return peak_tflops // bandwidth_tb_s"), "too small"),
+        ("without the bandwidth", ("intensity * bandwidth_tb_s", "intensity"), "bandwidth"),
         ("divided by the bandwidth", ("peak_tflops, intensity *", "peak_tflops, intensity /"), "bandwidth"),
     ),
     *mistakes(
@@ -144,6 +146,7 @@ WRONG_ANSWERS = [
         ("scores without values", ("+ 2 * batch * q_width *", "+ batch * q_width *"), "AND D MACs for the value"),
         ("pairs for key-value heads", ("* batch * q_width * attended", "* batch * kv_width * attended"), "QUERY head"),
         ("hidden states read once", ("+= 3 * tokens * hidden", "+= tokens * hidden"), "each read the hidden states"),
+        ("more keys than there are", ("min(kv_len, query_len + window - 1)", "query_len + window - 1"), "at most"),
         ("cache without values", ("2 * batch * keys_read *", "batch * keys_read *"), "Keys AND values"),
         ("cache of one sequence", ("2 * batch * keys_read * kv_width", "2 * keys_read * kv_width"), "of its own"),
         ("new keys not written", ("tokens * (q_width + 2 * kv_width)", "tokens * q_width"), "written into the cache"),
@@ -192,6 +195,7 @@ WRONG_ANSWERS = [
         ("floor in s", ("(bandwidth_tb_s * 1e12) * 1e3", "(bandwidth_tb_s * 1e12)"), "in ms"),
         ("one cache", (_FLOOR, "(weights * weight_bytes + cache * cache_bytes)"), "own cache"),
         ("cache in the weights' format", (_FLOOR, "(weights + batch * cache) * weight_bytes"), "own bytes"),
+        ("break-even of a cache in bf16", ("1.0, 0, cache_bytes)", "1.0, 0)"), "break_even_batch"),
         ("break-even rounded down", ("math.ceil(weights /", "math.floor(weights /"), "still the smaller"),
         ("break-even not rounded", ("math.ceil(weights / cache_of_one)", "weights / cache_of_one"), "is an integer"),
         ("one above equality", ("math.ceil(weights /", "1 + math.floor(weights /"), "that is enough"),
@@ -277,6 +281,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q5_3",
+        ("queries counted by the keys' length", ("0, q.shape[2]", "0, k.shape[2]"), "flash_attention_tiled"),
         ("keys counted by the queries' length", ("0, k.shape[2]", "0, q.shape[2]"), "flash_attention_tiled"),
         ("flash: sum not rescaled", ("l = l * rescale + p.sum", "l = l + p.sum"), "BOTH"),
         ("flash: output not rescaled", ("accumulator * rescale + p", "accumulator + p"), "BOTH"),
@@ -424,10 +429,6 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
 # %% q2_2: the slope alone => no kernel is faster than the peak
 -    return min(peak_tflops, intensity * bandwidth_tb_s)
 +    return intensity * bandwidth_tb_s
-
-# %% q2_2: the ceiling alone => lower of the two roofs
--    return min(peak_tflops, intensity * bandwidth_tb_s)
-+    return peak_tflops
 
 # %% q3_1 loses q3_1_pairs_tests: window one key too wide => the query's own included
 -    return sum(min(p + 1, window or p + 1) for p in positions)

@@ -158,7 +158,7 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q4_2",
-        ("distance turned round", ("(q - k)", "(k - q)"), "wrong sign"),
+        ("distance turned round", ("(q - k)", "(k - q)"), "sign"),
         ("distance without its sign", ("(q - k)", "(q - k).abs()"), ("relative_bias", "distance")),
         ("bias widens the dtype", (("return score +", "return score.float() +"), (".to(score.dtype)", "")), "dtype"),
         ("no clamp", ("reach + (q - k).clamp(-reach, reach)", "(reach + q - k) % table.shape[1]"), "wrap"),

@@ -62,14 +62,13 @@ WRONG_ANSWERS = [
     ),
     *mistakes(
         "q1_4",
-        ("cuDNN first everywhere", (_RULE, "True"), _ORDER),
         ("cuDNN first nowhere", (_RULE, "False"), _ORDER),
         ("the GPU alone", (_RULE, "capability[0] in (9, 10)"), _ORDER),
         ("cuDNN's version alone", (_RULE, "cudnn > 91500"), _ORDER),
         ("9.15.0 is newer than itself", ("cudnn > 91500", "cudnn >= 91500"), _ORDER),
-        ("any newer GPU", ("in ((9, 0), (10, 0))", ">= (9, 0)"), _ORDER),
         ("any 9.x and 10.x", ("in ((9, 0), (10, 0))", "[0] in (9, 10)"), _ORDER),
-        ("math asked last", ('"math", "cudnn"]', '"cudnn", "math"]'), ("Torch asks", "takes every call")),
+        ("math asked last", ('"math", "cudnn"]', '"cudnn", "math"]'), ("Torch asks", "order of the picture")),
+        ("cuDNN not asked without the rule", ('"math", "cudnn"]', '"math"]'), "a backend can run"),
         ("math as a last resort", (_NONE_IS_ABLE, 'return "math"'), "raise BackendRefused"),
     ),
     *mistakes(

@@ -328,5 +328,5 @@ def _expect_outputs(
             shapes = (
                 f"{n} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"{n} = {x}" for n, x in sizes.items()
             )
-            advice = " ".join(filter(None, (known, hint, f"The launch: {', '.join(shapes)}.")))
+            advice = " ".join(filter(None, (known or hint, f"The launch: {', '.join(shapes)}.")))
             raise AssertionError(f"{wrong} {advice}") from None

@@ -252,7 +252,7 @@ def _explain(error: BaseException, question: str, function: Callable) -> str:
     text = " ".join(str(error).split())
     if len(text) > 500:
         text = text[:500] + " ..."
-    return f"your code for {_label(question)} raised {type(error).__name__}: {text}{where}"
+    return f"your code raised {type(error).__name__}: {text}{where}"
 
 
 def expect_close(

@@ -230,7 +230,7 @@ def draw_slider(text: str, keys=(32, 64, 128), slots=(1, 2, 3), head_dims=(64, 1
 
 def timeline_svg(run, until: float, width: int = 640, label: int = 190, height: int = 17) -> str:
     """Draw the first program of a run as small SVG that needs no library: a row for each partition and unit."""
-    rows = list(dict.fromkeys((e.partition, e.unit) for e in sorted(run.events, key=lambda e: (e.partition, e.unit))))
+    rows = sorted({(e.partition, e.unit) for e in run.events}, key=lambda row: (row[0], row[1] != "partition", row[1]))
     parts = [
         f'<text x="0" y="{height * i + 12}" fill="currentColor">{partition if unit == "partition" else unit}</text>'
         for i, (partition, unit) in enumerate(rows)
@@ -340,7 +340,7 @@ def plot_slots(cycles: dict[int, float]) -> None:
     table = pd.DataFrame({"slots": cycles.keys(), "model cycles": cycles.values(), "gained by the last slot": gains})
     enough = next((n for n, gain in zip(cycles, gains[1:], strict=False) if gain < 0.05), max(cycles))
     beside_guess("slots, from which one more gains less than 5%", enough)
-    session.plot_bars({"32 tiles of 2 KiB": table}, ["model cycles", "gained by the last slot"])
+    session.plot_bars({"32 tiles, by slots": table}, ["model cycles", "gained by the last slot"])
 
 
 CONFLICTS = """

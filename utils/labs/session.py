@@ -191,7 +191,7 @@ def save(lab: str) -> None:
     saved.write_text(json.dumps(record, indent=1, default=str))
     won, lost = score()
     print(f"saved {', '.join(results) or 'no table'} to {saved}")
-    print(f"you made {won + lost} of {len(outcomes)} guesses: you {won}, the machine {lost}")
+    print(f"you made {won + lost} of {len(outcomes.keys() & guesses.keys())} guesses: you {won}, the machine {lost}")
     plot_guesses()
 
 

@@ -44,7 +44,7 @@ def flash_attention_tiled(flash_attention_tiled, seed=None):
     _expect_wide_inside(flash_attention_tiled, draw, name)
     _expect_running_maximum(flash_attention_tiled, draw, name)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
-    q, k, v = 20 * draw.normal(1, 1, 20, 16), 20 * draw.normal(1, 1, 33, 16), draw.normal(1, 1, 33, 16)
+    q, k, v = 20 * draw.normal(1, 1, 33, 16), 20 * draw.normal(1, 1, 20, 16), draw.normal(1, 1, 20, 16)
     expect_tiled(flash_attention_tiled, (q, k, v), (6, 8), name, 1e-3)
     q, k, v = (draw.normal(1, 1, 70, 8) for _ in range(3))
     got = flash_attention_tiled(q, k, v)

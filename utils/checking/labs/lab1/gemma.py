@@ -51,14 +51,14 @@ _ATTENTION = {
     "both": "Each pair costs D MACs for its score AND D MACs for the value.",
     "query": "Each pair costs its MACs for each QUERY head.",
     "flop": "These are FLOPs: one MAC is two FLOPs.",
-    "seen": "With a window, only the keys that at least one query can see are read.",
+    "seen": "Keys are read that at least one query can see, and there are kv_len of them at most.",
     "together": "Several queries see more keys together than one window.",
     "elements": ELEMENTS,
     "dtype": DTYPE,
     "hidden": "q, k and v each read the hidden states.",
     "queries": "Is each vector both written by one operator and read by the next?",
     "two": "Queries and outputs of attention are each written by one operator and read by the next.",
-    "new": "The new keys and values are written into the cache, besides the reading of the cache.",
+    "new": "The new keys and values are written into the cache, and read with the old ones.",
     "values": "Keys AND values are read from the cache.",
     "weights": "The weights are read, too.",
     "shared": "The batch shares the weights: they are read once.",
@@ -75,6 +75,7 @@ _PLACES: tuple = (
         {"heads": 7392, "dtype": 10368, "elements": 2592, "hidden": 4584, "queries": 4644, "two": 4104, "new": 4824}
         | {"values": 4932, "weights": 4224, "shared": 7104, "sequences": 4848, "output": 4884, "o_proj": [4344, 3984]},
     ),
+    (((3, 5, 7), 12, BF16, 25, 9900, 5184), {}, {"seen": 5832}),
     (
         ((3, 5, 8), 2, FP32, 10, 8280, 10224),
         {"heads": 11880, "mask": 11520, "window": 10440, "wide": 8820, "projections": 1080, "both": 7740}
@@ -242,13 +243,13 @@ def check_decode_floor(decode_floor_ms, break_even_batch):
         layers: 0.00520192,
         in_ms: 9.36346e-5,
     }
-    what = "decode_floor_ms(8, 1000, config, 4.0, weight_bytes=1, cache_bytes=2) with 3 key-value heads"
-    got = decode_floor_ms(8, 1000, GROUPED, 4.0, 1, 2)
+    what = "decode_floor_ms(8, 1000, config, 16.0, weight_bytes=4, cache_bytes=8) with 3 key-value heads"
+    got = decode_floor_ms(8, 1000, GROUPED, 16.0, 4, 8)
     expect_number(got, 0.0936346, rel=1e-5, unit="ms", what=what, mistakes=known)
     below, real = "At this batch the cache traffic is still the smaller.", "A batch is an integer."
     for length, weight_bytes, cache_bytes, right, known in (
-        (1000, 1, 2, 10, {below: 9, real: 9.168539325842696, own: 19, window: 6}),
-        (1520, 2, 2, 16, {"At 16 the two are equal, and that is enough.": 17, window: 8}),
+        (1000, 4, 8, 10, {below: 9, real: 9.168539325842696, own: 19, window: 6}),
+        (1520, 4, 4, 16, {"At 16 the two are equal, and that is enough.": 17, window: 8}),
     ):
         got = break_even_batch(length, GEMMA_CONFIG, weight_bytes, cache_bytes)
         what = f"break_even_batch({length}, GEMMA_CONFIG, {weight_bytes}, {cache_bytes})"

@@ -67,7 +67,7 @@ def check_relative_bias(relative_bias):
         q, k, column = map(int, place)
         distance = q - k
         wrong = {
-            "The distance is q - k: it has the wrong sign.": 4 - column,
+            "The distance is q - k, with its sign.": 4 - column,
             "Distances beyond R take the column at that end: this one wraps around.": (2 + distance) % 5,
             "Column R is distance 0.": min(abs(distance), 4),
         }
@@ -80,8 +80,8 @@ def check_relative_bias(relative_bias):
         }
         what = f"a score of 0.5 in head 1 at query {q}, key {k} (distance q - k = {distance}), R = 2, row [10, 20, 30, 40, 50],"
         expect_number(got[q, k], 0.5 + 10 * (column + 1), rel=1e-6, what=what, mistakes=known)
-    wide = modified(relative_bias(torch.arange(14.0).view(2, 7)), scores, "relative_bias", h=1)[6, 0]
-    expect_number(wide, 13.5, rel=1e-6, what="a score of 0.5 in head 1 at query 6, key 0, R = 3, row [7, 8, ..., 13],")
+    wide = modified(relative_bias(torch.arange(14.0).view(2, 7) / 2), scores, "relative_bias", h=1)[6, 0]
+    expect_number(wide, 7.0, rel=1e-6, what="a score of 0.5, head 1, query 6, key 0, R = 3, row [3.5, 4, ..., 6.5],")
     small = modified(mod, scores.bfloat16(), "relative_bias", h=1).dtype
     assert small == torch.bfloat16, (
         f"a bf16 score should keep its dtype, and becomes {small}: convert the bias, not the score"
@@ -267,7 +267,7 @@ def expect_no_constants(at_positions, mask_mod, positions: torch.Tensor) -> None
 def check_paged_mask(paged_mask):
     # places 0-1: page 1 of sequence 0; 2-3: page 0 of sequence 1; 4-5: free, its number is an old one; 6-7: page 0 of sequence 0
     owner, number = torch.tensor([0, 1, -1, 0]), torch.tensor([1, 0, 0, 0])
-    mod = paged_mask(lambda b, h, q, k: (k <= q) & (q - k < 3 + h), owner, number, 2)
+    mod = paged_mask(lambda b, h, q, k: (k <= q) & (q - k < 3 + h - 2 * b), owner, number, 2)
     free = "Pages of other sequences are visible: look at the owner."
     mistakes = {
         "The key's position is not its place in the pool.": "10000000/11000000/11000000/01000000",
@@ -278,10 +278,10 @@ def check_paged_mask(paged_mask):
     }
     probes = {(0, 2): free, (2, 4): "Free pages are seen by nobody."}
     expect_mask(mod, "00000010/00000011/10000011/11000001", "paged_mask", probes=probes, mistakes=mistakes)
-    mistakes = {"The key's position is not its place in the pool.": "00000000/00000000/00100000/00110000"}
-    expect_mask(mod, "00100000/00110000/00110000/00010000", "paged_mask", b=1, mistakes=mistakes)
-    mistakes = {"Pass b and h on to the mask as they are.": "00000010/00000011/10000011/11000001"}
-    expect_mask(
-        mod, "00000010/00000011/10000011/11000011", "paged_mask of a mask that looks at h", h=1, mistakes=mistakes
-    )
+    mistakes = {
+        "The key's position is not its place in the pool.": "00000000/00000000/00100000/00110000",
+        "Pass b and h on to the mask as they are.": "00100000/00110000/00110000/00010000",
+    }
+    what = "paged_mask of a mask that looks at b and h"
+    expect_mask(mod, "00100000/00110000/00010000/00000000", what, b=1, h=1, mistakes=mistakes)
     expect_program(mod, 16, "paged_mask of 4 pages", 8, 8)

@@ -65,22 +65,22 @@ def check_masked_attention(masked_attention):
 def check_mask_costs(mask_costs):
     # 10 of 24 pairs stay and 14 go
     causal = torch.ones(4, 6, dtype=torch.bool).tril()
-    where = "of a causal mask of 4 x 6 pairs, 5 sequences of 3 heads, D = 10,"
+    where = "of a causal mask of 4 x 6 pairs, 5 sequences of 3 heads, D = 8,"
     names = "density, wasted FLOPs, mask bytes"
-    density, flops, size = expect_items(mask_costs(causal, 5, 3, 10, torch.float32), names, f"mask_costs {where}")
-    half = mask_costs(causal, 5, 3, 10, torch.bfloat16)[2]
+    density, flops, size = expect_items(mask_costs(causal, 5, 3, 8, torch.float32), names, f"mask_costs {where}")
+    half = mask_costs(causal, 5, 3, 8, torch.bfloat16)[2]
     for number, right, unit, what, mistakes in (
         (density, 10 / 24, "", f"the density {where}", {
             "This is the share of the pairs that are masked.": 14 / 24,
             "A share of the pairs is asked for, not their number.": 10,
         }),
-        (flops, 8400, "FLOPs", f"the number of wasted FLOPs {where}", {
-            "Each head of each sequence computes its own pairs.": 560,
-            "Each sequence computes its own pairs.": 1680,
-            "Each head computes its own pairs.": 2800,
-            "These are the FLOPs of all pairs.": 14400,
-            "These are the FLOPs of the pairs that stay.": 6000,
-            "A multiply-add is two FLOPs, and both products count.": 4200,
+        (flops, 6720, "FLOPs", f"the number of wasted FLOPs {where}", {
+            "Each head of each sequence computes its own pairs.": 448,
+            "Each sequence computes its own pairs.": 1344,
+            "Each head computes its own pairs.": 2240,
+            "These are the FLOPs of all pairs.": 11520,
+            "These are the FLOPs of the pairs that stay.": 4800,
+            "A multiply-add is two FLOPs, and both products count.": 3360,
             "Each pair costs 4 D FLOPs.": 210,
         }),
         (size, 1440, "bytes", f"the size {where} in fp32", {
