@@ -267,7 +267,7 @@ def expect_no_constants(at_positions, mask_mod, positions: torch.Tensor) -> None
 def check_paged_mask(paged_mask):
     # places 0-1: page 1 of sequence 0; 2-3: page 0 of sequence 1; 4-5: free, its number is an old one; 6-7: page 0 of sequence 0
     owner, number = torch.tensor([0, 1, -1, 0]), torch.tensor([1, 0, 0, 0])
-    mod = paged_mask(lambda b, h, q, k: (k <= q) & (q - k < 3 + h - 2 * b), owner, number, 2)
+    mod = paged_mask(lambda b, h, q, k: (k <= q) & (q - k < 3 - h + b), owner, number, 2)
     free = "Pages of other sequences are visible: look at the owner."
     mistakes = {
         "The key's position is not its place in the pool.": "10000000/11000000/11000000/01000000",
@@ -283,5 +283,5 @@ def check_paged_mask(paged_mask):
         "Pass b and h on to the mask as they are.": "00100000/00110000/00110000/00010000",
     }
     what = "paged_mask of a mask that looks at b and h"
-    expect_mask(mod, "00100000/00110000/00010000/00000000", what, b=1, h=1, mistakes=mistakes)
+    expect_mask(mod, "00100000/00110000/00010000/00000000", what, b=1, h=2, mistakes=mistakes)
     expect_program(mod, 16, "paged_mask of 4 pages", 8, 8)
