@@ -207,7 +207,7 @@ def attention() -> Figure:
         ax.axvline(1, color=INK, linewidth=1.2)
         ax.set_yticks(range(len(names)), list(names.values()) if not causal else [""] * len(names))
         ax.invert_yaxis()
-        ax.set_xlim(0.92, 1.45)
+        ax.set_xlim(0.92, 1.5)
         name_axes(ax, x="our speed / theirs", title="causal" if causal else "full")
     entries = axes[1].get_legend_handles_labels()
     figure.legend(*entries, frameon=False, fontsize=SMALL, loc="outside upper right", ncols=3)
