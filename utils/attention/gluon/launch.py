@@ -143,5 +143,5 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: i
         return plan_for(step, head_dim)
     programs = processors(q.device)
     if lengths:
-        return plan_for(step, head_dim, packed_variant(head_dim, sq, batch * heads, programs))
+        return plan_for(step, head_dim, packed_variant(head_dim, lengths, causal, window, batch * heads, programs))
     return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs))
