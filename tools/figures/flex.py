@@ -224,7 +224,7 @@ def paths() -> Card:
 
 
 # The drawn pool: the owner and the number of each page.
-PAGES = ((1, 0), (0, 1), (-1, 0), (0, 0), (1, 1), (0, 2), (-1, 0), (1, 2))
+PAGES = ((1, 0), (0, 1), (-1, 2), (0, 0), (1, 1), (0, 2), (-1, 1), (1, 2))
 
 
 def pages() -> Card:
@@ -259,7 +259,7 @@ def pages() -> Card:
                 card.text(left + 16 + n * 24, y + 17, str(p * 4 + n), size=8)
         card.text(left + 52, y + 54, str(p), size=9, weight="bold")
         card.text(left + 52, y + 88, str(owner) if owner >= 0 else "-1", size=9)
-        card.text(left + 52, y + 114, str(number) if owner >= 0 else "·", size=9)
+        card.text(left + 52, y + 114, str(number), size=9, color=INK if owner >= 0 else SOFT)
         words = f"{number * 4} … {number * 4 + 3}" if owner >= 0 else "free"
         card.text(left + 52, y + 146, words, size=9, color=INK if owner >= 0 else SOFT)
     for n, (owner, words) in enumerate(((0, "sequence 0"), (1, "sequence 1"), (-1, "free page"))):
