@@ -90,7 +90,7 @@ def first_try(time_work: Callable) -> None:
     took = time_work(Queue())
     if took < 49:
         print(
-            f"… {took:.3f} ms for 50 ms of work: the clock stopped when the call returned. Add the line, and run again."
+            f"… {took:.3f} ms for 50 ms of work: the clock stopped when the call returned. The line is missing, or its parentheses."
         )
     else:
         print(f"✓ {took:.1f} ms: you timed the work, and not the queue. Every measurement here rests on that line.")

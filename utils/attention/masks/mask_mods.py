@@ -275,7 +275,7 @@ def evaluate(mask_mod: MaskMod, q: torch.Tensor, k: torch.Tensor, b: int = 0, h:
     if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool or allowed.dim() != 2:
         given = getattr(allowed, "dtype", type(allowed).__name__)
         if isinstance(allowed, torch.Tensor) and allowed.dim() != 2:
-            given = f"{tuple(allowed.shape[2:])} of them"
+            given = f"a tensor of shape {tuple(allowed.shape[2:])}"
         raise TypeError(
             f"mask function {name_of(mask_mod)} returns {given}; it must return True or False a pair "
             "(a bool tensor), such as q >= k."
