@@ -68,7 +68,7 @@ def time_ways(ways: Mapping[object, Callable], samples: int = 11) -> pd.DataFram
     """Median time of each function of no arguments, with its 95% interval; the calls take turns."""
     taken = measure_together(list(ways.values()), labels=[str(way) for way in ways], warmup=2, iterations=samples)
     rows = [(way, m.median_ms, *m.interval_ms) for way, m in zip(ways, taken, strict=True)]
-    return pd.DataFrame(rows, columns=["way", "ms", "from", "to"])
+    return pd.DataFrame(rows, columns=["way", "ms", "95% from", "95% to"])
 
 
 check_mask_outweighs = small_task(
