@@ -88,7 +88,7 @@ class Tensor(RunTimeValue):
     def __bool__(self) -> bool:
         if self.shape:
             text = f"A tensor of shape {list(self.shape)} has no single truth value. A condition must be a scalar"
-            refuse("kernel", f"{text}; use gl.where, or `|` and `&`.")
+            refuse("kernel", f"{text}; use gl.where, or `|` and `&` between comparisons in parentheses.")
         return bool(self.data)
 
     def __index__(self) -> int:
