@@ -77,7 +77,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
         c = padded(shape, a) if c is None else c
         a, b = (b, a) if plan.transposed else (a, b)
-        # The address of C where no tile has parts: the kernel does not touch it, and an allocation takes the host a microsecond.
+        # Where no tile has parts, the kernel does not touch this address.
         sums = c if a.is_cuda and not items.rest else torch.empty(partial_sums, dtype=torch.float32, device=c.device)
         if a.is_cuda:
             start(handles, tuple([x.data_ptr() for x in (sums, a, b, c)]))

@@ -13,7 +13,7 @@ import argparse
 import re
 
 from utils.attention.gluon.launch import kernel_of
-from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, Plan, plan_for
+from utils.attention.gluon.plan import BLOCK_M, STEPS, VARIANTS, Case, Plan, plan_for
 from utils.kernels.assembling import narrowed
 from utils.kernels.offline import BLACKWELL, Assembly, compile_gluon, read_assembly
 
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("step", choices=[*map(str, STEPS), "blackwell"])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--variant", choices=("", "one", "few", "narrow", "four", "three"), default="")
+    parser.add_argument("--variant", choices=VARIANTS, default="")
     parser.add_argument("--mask", choices=("", "causal", "window", "packed", "packed window"), default="")
     parser.add_argument("--lse", action="store_true")
     parser.add_argument("--offset", action="store_true")
