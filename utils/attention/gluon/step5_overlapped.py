@@ -175,10 +175,9 @@ def attention_step5(
     todo = Tiles(schedule, schedule_stride, tiles_m, numbers, whole, row_bits, CASE.dealt, PARTS)
     work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
     # A barrier takes 35 cycles to make. Those of the first loads are made; the others are while these loads are on their way.
-    if CONSUMERS != 2:  # two lose by it over many rounds
-        fence_async_shared()  # TMA completes a barrier through the async proxy, and may otherwise find it as it was before
-        t = todo.first()[1]
-        load_block(work, (q_desc, k_desc, v_desc), t, work.place(t), 0, 0, 0, True)
+    fence_async_shared()  # TMA completes a barrier through the async proxy, and may otherwise find it as it was before
+    t = todo.first()[1]
+    load_block(work, (q_desc, k_desc, v_desc), t, work.place(t), 0, 0, 0, True)
     for ring in gl.static_range(3):
         (q, k, v)[ring].make_barriers(1, (q, k, v)[ring].SLOTS)
     results = ((o_desc, out_ptr, eighths), lse_ptr)

@@ -38,10 +38,8 @@ def producer(work, descriptors):
         t_next = work.todo.start_next(t, rest, i)
         place = work.place(t)
         n = place[4] - place[3]
-        begin = 0
-        if work.PLAN.consumers != 2:  # the first tile's Q and its first block were asked for before the roles began
-            begin = (i == 0).to(gl.int32)
-            it += begin
+        begin = (i == 0).to(gl.int32)  # the first tile's Q and its first block were asked for before the roles began
+        it += begin
         # With which block a tile's Q is asked for: its slot, where there is one, is free only when the last tile's output has left it.
         ahead = gl.minimum(i, gl.minimum(n, 2) - 1) if work.q.SLOTS == 1 else 0
         for j in range(begin, n):
