@@ -94,7 +94,7 @@ def whole_tiles(tiles: int, consumers: int, programs: int) -> int:
 _PART = {1: 1.0, 2: 0.8, 3: 0.6}  # how long a part takes, in whole tiles, by consumers
 
 # How long a causal tile at head dimension 64 takes on an H200: microseconds, and more for each 128 keys.
-_CAUSAL = {"": (1.5, 1.3), "few": (1.2, 1.0), "narrow": (0.5, 1.6), "four": (0.8, 2.0)}
+_CAUSAL = {"": (1.5, 1.3), "few": (0.9, 1.0), "narrow": (0.5, 1.6), "four": (0.8, 2.0)}
 
 
 def longest_load(costs: Sequence[float], heads: int, programs: int) -> float:
