@@ -37,7 +37,7 @@ class _Roof(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """An operation: its place on the roof, and its measured rate if there is one."""
+    """An operation: its place on the roof, and its measured rate or None."""
 
     name: str
     intensity: float  # FLOPs/Byte
@@ -88,7 +88,7 @@ def plot_roofline(
         raise ValueError(f'gpu_name is {gpu_name!r}; it is the name in the title, such as "H200".')
     main = inputs.rate("peak_flops", peak_flops)
     slope = inputs.rate("peak_bandwidth", peak_bandwidth, "TB/s")
-    # A laptop's numbers are read more easily in GFLOP/s and GB/s.
+    # The numbers of a laptop are easier to read in GFLOP/s and GB/s.
     prefix, scale = ("G", 1e3) if main < 1 else ("T", 1.0)
     main, slope = main * scale, slope * scale
     if peaks is not None:
@@ -128,7 +128,7 @@ def _roofs(main: float, slope: float, peaks: Mapping[str, float]) -> list[_Roof]
 def _points(
     main: float, slope: float, peaks: Mapping[str, float], operations: Any, measured: Any, scale: float
 ) -> list[_Point]:
-    """Return the measured points, and the predicted ones that were not measured. `scale` is 1 TFLOP/s in the plot's unit."""
+    """Return the measured points, and the predicted points without a measurement. scale: 1 TFLOP/s in the plot's unit."""
     points = []
     if measured is not None:
         for name, item in inputs.mapping("measured", measured, '{"gemm_1024": (341.3, 14.2)}').items():
@@ -224,7 +224,7 @@ def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
 
 
 def _percent(share: float) -> str:
-    """Write a share of the roof; rounding never moves it across 100%."""
+    """Return a share of the roof as text; rounding never moves it across 100%."""
     percent = 100 * share
     if 99.5 <= percent < 100.5 and percent != 100:
         return f"{percent:.2f}%" if f"{percent:.1f}" == "100.0" else f"{percent:.1f}%"
@@ -232,7 +232,7 @@ def _percent(share: float) -> str:
 
 
 def _key(points: list[_Point]) -> list[Any]:
-    """Return the key of hollow, solid and impossible points, as far as they are drawn."""
+    """Return the key of the plot: hollow, solid and impossible points, if there are such points."""
     from matplotlib.lines import Line2D
 
     handles = []
