@@ -55,7 +55,7 @@ class MBarrier:
         self.arrived = Knowledge({}, {})  # the knowledge of all arrivals in this phase
         self.over = Knowledge({}, {})  # the knowledge of all arrivals in phases that have ended
         self.waited: set[int] = set()  # phases for which some partition has waited
-        self.doubts: dict[int, tuple] = {}  # {phase: (what, where, who)} of an arrival that might count for an earlier phase
+        self.doubts: dict[int, tuple] = {}  # {phase: (what, where, who)} of an arrival that might count for it
         self.users: Clock = {}  # the last arrival or wait of each partition
 
     @property
@@ -116,7 +116,7 @@ class MBarrier:
         p = context.partition()
         self.check_visible(block)
         self.doubt(what, block)
-        self.users[block.me] = block.tick()  # so the knowledge of this arrival differs from that of the accesses before it
+        self.users[block.me] = block.tick()  # so that this arrival is an event of its own in a clock
         self.arrived.learn(block)
         self.count_arrivals(n, what, p.label(block), context.site(), p.time)
 

@@ -67,7 +67,7 @@ class GlobalBuffer:
     def write(self, offsets: np.ndarray, values: np.ndarray) -> None:
         """Set the values at offsets, counted in elements."""
         at, bits = offsets + self.base, to_bits(np.asarray(values), self.dtype) if self.in_bits else values
-        if not np.array_equal(self.raw[at], bits):  # an equal value changes nothing, so it is no effect: that shows endless loops
+        if not np.array_equal(self.raw[at], bits):  # equal values are no effect: that shows endless loops
             context.program().effects += 1
             self.raw[at] = bits
 

@@ -189,7 +189,7 @@ def _check_constants(constants: dict, values: dict) -> None:
             refuse("kernel", f"{text}: the compiler refuses a variable that changes its type in a loop. {hint}.")
 
 
-_TURN = "of the turn before"  # a key that no kernel's name can be: the effects and the values after a turn of a while loop
+_TURN = "of the turn before"  # key of the effects and values after a turn of a while loop; no name of a kernel
 
 
 def _turn(state: dict, values: dict, names: tuple[str, ...]) -> None:

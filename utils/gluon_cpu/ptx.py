@@ -24,7 +24,7 @@ from .tensors import Tensor, to_tensor
 _E4M3_TO_FP16 = (
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
 )
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16).numpy()  # the index is the bits
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16).numpy()  # indexed by the bits
 
 
 class NamedBarrier(MBarrier):

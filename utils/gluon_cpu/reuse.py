@@ -60,7 +60,7 @@ def _may_share(first: Chain, second: Chain, names: frozenset, second_names: froz
         return True
     while len(first) > 1 and len(second) > 1 and first[-1] == second[-1]:
         first, second = first[:-1], second[:-1]
-    if second[-1].line < first[-1].line:  # the second buffer is from the next turn of a loop: take the order in the text
+    if second[-1].line < first[-1].line:  # it is from the next turn of a loop: take the order in the text
         first, second, names = second, first, second_names
     (here, there), function = (first[-1].line, second[-1].line), _source(first[-1])
     if function is None or _source(second[-1]) is not function or here == there:

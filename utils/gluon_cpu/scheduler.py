@@ -119,7 +119,7 @@ class Program:
         self.failure: BaseException | None = None
         self.abandoned = False  # whether the default partition knows the failure
         self.unwritten_reads: list = []
-        self.cluster_arrival: list[Knowledge] | None = None  # each block's knowledge at a cluster.arrive before its wait
+        self.cluster_arrival: list[Knowledge] | None = None  # each block's knowledge at a cluster.arrive
 
     # ---- findings -------------------------------------------------------------------------------------------------
 

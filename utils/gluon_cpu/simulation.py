@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 IGNORED = {"maxnreg", "num_stages", "debug", "warmup", "launch_cooperative_grid", "launch_pdl", "enable_fp_fusion"}
 IGNORED |= {"instrumentation_mode", "sanitize_overflow"}
 
-_ONE_THREAD = threading.RLock()  # one thread simulates at a time, because it redirects the launches of the whole process
+_ONE_THREAD = threading.RLock()  # one thread simulates at a time: it redirects all launches of the process
 # Errors from NumPy or the simulator's functions after a wrong call in a kernel: a misspelled keyword, a text for a number.
 PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, ArithmeticError, RecursionError)
 
@@ -189,7 +189,7 @@ def _argument(value: Any, name: str):
 
 
 def check_version() -> None:
-    """Raise an error unless Triton is installed and new enough. (`import utils` warns about untested newer versions.)"""
+    """Raise an error unless Triton is installed and new enough. `import utils` warns about untested newer versions."""
     oldest, version = versions.TESTED["triton"][0], versions.installed_version("triton")
     name = ".".join(map(str, oldest))
     if version is None:

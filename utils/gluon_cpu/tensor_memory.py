@@ -240,7 +240,7 @@ class TensorMemory(MemDesc):
         program.spend(cycles, kind, self.label)
 
 
-_registers: dict[tuple, list] = {}  # {(type, shapes, layout's text, warps): layouts}; some layouts cannot be keys themselves
+_registers: dict[tuple, list] = {}  # {(type, shapes, text of a layout, warps): register layouts}
 
 
 def register_layouts(dtype, shape: list[int], alloc_shape: list[int], layout, warps: int) -> list:

@@ -80,7 +80,7 @@ class CostModel:
         flops = {9: 4096.0, 10: 8192.0}.get(spec["compute_capability"][0])
         if flops is None:
             raise ValueError(f"The cost model knows Hopper and Blackwell (H100, H200, B200); got {gpu}.")
-        clock = 1e12 * spec["bf16_tflops"] / spec["sm_count"] / flops  # the clock at which the SMs reach the sheet's rate
+        clock = 1e12 * spec["bf16_tflops"] / spec["sm_count"] / flops  # the SMs reach the sheet's rate at this clock
         return cls(mma_flops=flops, global_bytes=1e12 * spec["memory_bandwidth_tb_s"] / spec["sm_count"] / clock)
 
 

@@ -63,7 +63,7 @@ def products(work, ring, acc, source, i, first, last, TILE: gl.constexpr):
         mbarrier.wait(ring[2].index(slot), phase)
         a, b = operands(work, ring, slot, TILE.block_n)
         acc = warpgroup_mma(a, b, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # the product of the last slot is over: without it TMA would refill it too early
+        acc = warpgroup_mma_wait(1, deps=[acc])  # without it TMA would refill a slot that wgmma still reads
         if TILE.short:
             # All four warps have read the last slot: without this barrier one warp would refill it too early.
             gl.barrier()
@@ -142,7 +142,7 @@ def gemm_kernel(
         [
             (consumer, (work, ring, (c, tail, buffers), sums)),
             (producer, (work, ring, a_desc, b_desc)),
-            (join_cluster, (PLAN,)),  # warps without a role: the barrier of the cluster waits for all warps of all blocks
+            (join_cluster, (PLAN,)),  # warps without a role: a cluster's barrier waits for all warps
             (join_cluster, (PLAN,)),
         ],
         [1, 1, 2],

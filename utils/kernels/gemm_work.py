@@ -305,7 +305,7 @@ def store_item(work, out, sums, acc, item, row, column):
     PIECES: gl.constexpr = work.PLAN.pieces
     dtype: gl.constexpr = out[0].dtype
     if not work.PLAN.short:
-        tma.store_wait(0)  # after an odd number of pieces, the first piece would overwrite a buffer that TMA still reads
+        tma.store_wait(0)  # without it, after an odd number of pieces, TMA may still read the first buffer
     if item >= work.whole:  # the order of the branches matters: the other order costs short products 4%
         leave_part(work, sums, acc, item)
     else:

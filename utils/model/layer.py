@@ -87,7 +87,7 @@ def build_decoder_layer(
     from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RotaryEmbedding
 
     config = copy.deepcopy(config)
-    config._attn_implementation = attn_implementation  # every forward pass reads it, so two layers must not share a config
+    config._attn_implementation = attn_implementation  # forward passes read it, so layers must not share it
     with torch.device("meta"):
         layer = Gemma3DecoderLayer(config, layer_idx).to(dtype)
     layer.to_empty(device=device)
@@ -339,7 +339,7 @@ def _prefill_mask(layer: torch.nn.Module, hidden_states: torch.Tensor, attended:
     query_position, key_position = torch.arange(length, device=device)[:, None], torch.arange(attended, device=device)
     visible = (key_position <= query_position) & (key_position > query_position - window)
     mask = _attention_mask(layer, visible, hidden_states.dtype)
-    if not (is_capturing(hidden_states) or torch.compiler.is_compiling()):  # a tensor of a graph must not be used outside
+    if not (is_capturing(hidden_states) or torch.compiler.is_compiling()):  # graphs own their tensors
         _PREFILL_MASKS[key] = mask
     return mask
 

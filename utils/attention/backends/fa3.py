@@ -34,7 +34,7 @@ def _installed() -> tuple[Path, str] | None:
     """Return the library's file in an installed package, and the package with its version; None without such a package."""
     for package, distribution in _PACKAGES.items():
         top, _, below = package.partition(".")
-        spec = importlib.util.find_spec(top)  # look for the top-level package only: to look for a submodule would import it
+        spec = importlib.util.find_spec(top)  # only the top-level package: a search for a submodule would import it
         for folder in (spec.submodule_search_locations or ()) if spec else ():
             if files := sorted((Path(folder) / below).glob("_C*.so")):
                 try:

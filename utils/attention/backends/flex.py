@@ -178,7 +178,7 @@ def _flex_call(problem: Problem, blocks, options: dict | None) -> Attend:
     def attend(q, k, v):
         # Compiled code takes a stride of zero in the last dimension for one, and reads behind the tensor.
         q, k, v = (x if x.stride(-1) else x.contiguous() for x in (q, k, v))
-        q, k, v = (x.detach() for x in (q, k, v)) if on_cpu else (q, k, v)  # on a CPU it refuses gradients even under no_grad
+        q, k, v = (x.detach() for x in (q, k, v)) if on_cpu else (q, k, v)  # a CPU refuses gradients even under no_grad
         result = flex_attention(
             q, k, v, score_mod=mod, block_mask=blocks, scale=scale, enable_gqa=grouped, kernel_options=options, **more
         )

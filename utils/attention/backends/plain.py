@@ -30,7 +30,7 @@ def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty: torch.Te
     with_lse = problem.with_lse
 
     def attend(q, k, v):
-        if v.dtype.itemsize == 2 and v.device.type == "cpu":  # fp32 is no slower on a CPU, and fp16 scores may be infinite
+        if v.dtype.itemsize == 2 and v.device.type == "cpu":  # fp32 is as fast there, and fp16 scores may be infinite
             q, k = q.float(), k.float()
         if group > 1:  # heads that share K and V broadcast them, and repeat nothing
             q, k, v = q.unflatten(1, (-1, group)), k.unsqueeze(2), v.unsqueeze(2)

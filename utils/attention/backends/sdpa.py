@@ -42,7 +42,7 @@ MATH_BACKWARD = "aten::_softmax_backward_data"
 
 @dataclass(frozen=True)
 class Pin:
-    """One SDPA backend and its limits on a GPU. (On a CPU, flash is a different loop without these limits.)"""
+    """One SDPA backend and its limits on a GPU. On a CPU, flash is a different loop without these limits."""
 
     backend: SDPBackend
     summary: str
@@ -190,7 +190,7 @@ _SWITCHES = {
     SDPBackend.CUDNN_ATTENTION: "cudnn",
     SDPBackend.OVERRIDEABLE: "overrideable",
 }
-_SWITCHING = threading.RLock()  # the switches are the process's: without the lock a thread would run another thread's pin
+_SWITCHING = threading.RLock()  # all threads share the switches: without the lock a thread would run another's pin
 
 
 def _pinning(backend: SDPBackend, attend: Attend) -> Attend:

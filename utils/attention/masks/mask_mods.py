@@ -209,7 +209,7 @@ def captured(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict |
     `tensor.data`, changes through memory shared with NumPy, or values below `depth` levels. names: the names in the function's
     code; only these attributes of modules and objects count. seen: visited objects with their names.
     """
-    if isinstance(mod, torch.Tensor):  # torch does not count the changes of an inference tensor, so its values stand for them
+    if isinstance(mod, torch.Tensor):  # torch counts no changes of an inference tensor: take its values
         return mod, str(mod.tolist()) if mod.is_inference() else mod._version
     if mod is None or isinstance(mod, (int, float, str)):
         return (mod,)
@@ -228,7 +228,7 @@ def captured(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict |
         inner += [mod.func, *mod.args, *mod.keywords.values()]
     elif str(getattr(mod, "__module__", None) or getattr(mod, "__name__", "")).split(".")[0] != "torch":
         inner += getattr(mod, "__dict__", {}).values() if callable(mod) else ()
-        if hasattr(function, "__code__") and not hasattr(mod, "kind"):  # a function with `kind` has its values as attributes
+        if hasattr(function, "__code__") and not hasattr(mod, "kind"):  # with `kind`, attributes have the values
             names = names_in(function.__code__)
             inner += [function.__code__, *read_by(function), getattr(mod, "__self__", None)]
         inner += [getattr(mod, x, None) for x in names] if function is not mod else ()

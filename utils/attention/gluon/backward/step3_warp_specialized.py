@@ -44,7 +44,7 @@ def start_dq(work, exchange, i, W: gl.constexpr):
     # Threads store and wgmma reads through the async proxy: without the fence wgmma may read older data.
     fence_async_shared()
     mbarrier.arrive(written.index(slot), count=1)
-    mbarrier.wait(written.index(slot), (i // 2) & 1)  # without it the other consumer's dS would be missing in this product
+    mbarrier.wait(written.index(slot), (i // 2) & 1)  # without it the other consumer's dS would be missing
     k = work.k.reshape([128, 128]).slice(W * 64, 64, 1)
     zero = gl.zeros([64, 64], gl.float32, accumulator(64))
     return warpgroup_mma(tiles.index(slot).permute([1, 0]), k, zero, use_acc=False, is_async=True)

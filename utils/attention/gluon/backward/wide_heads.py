@@ -39,7 +39,7 @@ def first_consumer(work, part, exchange, parts_ptr, dv_desc):
         s = wait_products(start_scores(k, work.q.tile(i), 0, k_left), 0, 64)
         p = probabilities(work, s, i, part.key, m * 64)
         work.q.release(i, True)
-        mbarrier.wait(p_empty, (i & 1) ^ 1)  # without it this P would overwrite a P that the second consumer still reads
+        mbarrier.wait(p_empty, (i & 1) ^ 1)  # without it P would overwrite a P that is still read
         p_tile.store(to_fragments(p))
         mbarrier.arrive(p_full, count=1)
         work.do.wait_full(i)

@@ -44,7 +44,7 @@ from utils.attention.gluon.shared import (
 )
 
 BLOCK = 128  # rows of a tile, and keys of a block: tensor memory has so many lanes
-COLUMNS_AT_ONCE = gl.constexpr(32)  # columns of O in a step of `rescale`: more would not fit into the correction's registers
+COLUMNS_AT_ONCE = gl.constexpr(32)  # columns of O in a step of `rescale`: more would not fit into its registers
 
 
 @aggregate
@@ -278,7 +278,7 @@ def correction(q_tiles, output, alphas, sums, bars, sizes, BLOCK_N: gl.constexpr
     for tile in range(2):
         mbarrier.wait(bars.sum_full.index(tile), 0)  # the softmax has stored 1 / sum
         inverse = sums.index(tile).load(rows)
-        mbarrier.wait(bars.o_done.index(tile), (blocks - 1) & 1)  # without it O could miss a product, and Q still be read
+        mbarrier.wait(bars.o_done.index(tile), (blocks - 1) & 1)  # without it O could miss the last product
         rescale(output.index(tile), inverse, matrix(q_tiles.index(tile)), True)
         fence_async_shared()  # threads store the output and TMA reads it: without the fence TMA may read Q
         mbarrier.arrive(bars.out_full.index(tile), count=1)

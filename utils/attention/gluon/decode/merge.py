@@ -150,7 +150,7 @@ def add_piece(results, first, count, piece, shared, columns, d_bits):
         maxima = gl.load(pointers, mask=here, other=MINUS_INF, cache_modifier=".cg")
         totals = gl.load(pointers + columns, mask=here, other=0.0, cache_modifier=".cg")
         top = gl.maximum(m, gl.max(maxima, 0))
-        shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # without a key: 2^(-inf - 0) = 0; 2^(-inf + inf) would be nan
+        shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # without a key, 2^(-inf - 0) = 0; -inf + inf is nan
         weight = gl.exp2(maxima * c - shifted[None, :, :])
         old = gl.exp2(m * c - shifted)
         m = top
