@@ -88,7 +88,7 @@ class MBarrier:
         return (self.phase & 1) != parity
 
     def phases_unknown_to(self, block: Block) -> int:
-        """Return the number of ended phases that a block may not know; it knows a phase if it knows all arrivals."""
+        """Return the number of ended phases that a block may not know. Whoever knows all arrivals knows all phases."""
         unknown = self.phase - block.clock.get(self.component, 0)
         arrivals = self.over.clock.items()
         if unknown and all(block.clock.get(c, 0) >= time for c, time in arrivals if c != self.component):

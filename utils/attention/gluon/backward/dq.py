@@ -82,11 +82,11 @@ def consumer(sizes, place, rings, dq_desc, numbers, scale, W: gl.constexpr):
         s = start_scores(q, k.tile(i))
         v.wait_full(i)  # this product reads V
         dp = start_scores(do, v.tile(i))
-        s = wait_products(s, 1, BLOCK_N)
+        s = wait_products(s, 1, BLOCK_N)  # S is complete; dP may still run
         p = gl.exp2(s * (scale * LOG2_E) - lse2[:, None])
         if sizes.needs_mask(key, BLOCK_N, row, 64):
             p = sizes.mask_keys(p, key, row)
-        dp = wait_products(dp, 0, BLOCK_N)
+        dp = wait_products(dp, 0, BLOCK_N)  # without it TMA would overwrite V, and dP would be incomplete
         v.release(i)
         ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), left_operand(BLOCK_D))
         dq = wait_products(warpgroup_mma(ds, k.tile(i), dq, is_async=True), 0, BLOCK_D)

@@ -101,7 +101,7 @@ def attention_backward_step1(
         p_tile.store(p.to(dtype))
         ds_tile.store(ds.to(dtype))
         fence_async_shared()  # as above, for P and dS
-        thread_barrier()
+        thread_barrier()  # as above
         dv = warpgroup_mma(p_tile, do_tile, dv)
         dk = warpgroup_mma(ds_tile, q_tile, dk)
         dq = warpgroup_mma(ds_tile.permute([1, 0]), k_tile, gl.zeros([64, BLOCK_D], gl.float32, output), use_acc=False)

@@ -68,23 +68,23 @@ def consumer(work, part, exchange, dq_sums, dk_ptr, dv_ptr, HEAD_DIM: gl.constex
         s = start_scores(rows_of(work.k, W), work.q.tile(i))
         work.do.wait_full(i)
         dp = start_scores(rows_of(work.v, W), work.do.tile(i))
-        s = wait_products(s, 1, BLOCK_M)
+        s = wait_products(s, 1, BLOCK_M)  # S is complete; dP may still run
         p = probabilities(work, s, i, key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), left_operand(BLOCK_D))
-        dp = wait_products(dp, 0, BLOCK_M)
+        dp = wait_products(dp, 0, BLOCK_M)  # dP is complete
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
         # Both consumers have read the slot's last dS, two tiles ago: they have exchanged the dS of the tile in between.
         exchange[0].index(i % 2).slice(W * 64, 64, 0).store(ds)
         dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         dq = start_dq(work, exchange, i, W)
-        dv = wait_products(dv, 1, BLOCK_D)
+        dv = wait_products(dv, 1, BLOCK_D)  # without it TMA would overwrite dO; dQ may still run
         work.do.release(i)
         dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-        dq = wait_products(dq, 1, 64)
+        dq = wait_products(dq, 1, 64)  # dQ is complete; dK may still run
         tile = (part.batch * work.sizes.heads + head).to(gl.int64) * work.sizes.tiles_m + m
         add_fragments(dq_sums + tile * 8192 + W * 4096, dq)
-        dk = wait_products(dk, 0, BLOCK_D)
+        dk = wait_products(dk, 0, BLOCK_D)  # without it TMA would overwrite Q
         work.q.release(i)
         head, m = part.behind(head, m)
     first = (part.batch * work.sizes.kv_heads + part.kv_head).to(gl.int64) * work.sizes.sk * HEAD_DIM

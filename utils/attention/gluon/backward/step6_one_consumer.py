@@ -163,11 +163,11 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
         s = start_masked_scores(work, bounds, (part.first, part.end), m, i)
         work.do.wait_full(i)
         dp = start_scores(v, work.do.tile(i), PLAN.depth, v_left)
-        s = wait_products(s, 2 if BLOCK_D > 64 else 1, BLOCK_M)
+        s = wait_products(s, 2 if BLOCK_D > 64 else 1, BLOCK_M)  # S is complete; the products of dP may still run
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = exp2(s * work.c - lse2[None, :])
         p16 = gl.convert_layout(p.to(dtype), left_operand(BLOCK_D, 128))
-        dp = wait_products(dp, 0, BLOCK_M)
+        dp = wait_products(dp, 0, BLOCK_M)  # dP is complete
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
         ds_tile = ds_tiles.index(i % 2)
@@ -177,12 +177,12 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
         dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         if PLAN.dq:
             dq = start_dq(work, ds_tile)
-        dv = wait_products(dv, 1 if PLAN.dq else 0, BLOCK_D)
+        dv = wait_products(dv, 1 if PLAN.dq else 0, BLOCK_D)  # without it TMA would overwrite dO; dQ may still run
         work.do.release(i, not PLAN.dq)
         dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D, 128)), work.q.tile(i), dk, is_async=True)
         if PLAN.dq:
             leave_dq(leave, wait_products(dq, 1, 64), i)
-        dk = wait_products(dk, 0, BLOCK_D)
+        dk = wait_products(dk, 0, BLOCK_D)  # without it TMA would overwrite Q
         work.q.release(i, not PLAN.dq)
         m = gl.where(m + 1 == part.hi, part.lo, m + 1)
     return dk, dv
@@ -234,7 +234,7 @@ def consumer(work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_
         else:
             store_keys(work.sizes, dv_out, part, ds_tiles, dv)
             if BLOCK_D > 64:
-                tma.store_wait(0)
+                tma.store_wait(0)  # TMA has read dV
                 thread_barrier()  # without it a warp would store dK into the place from which TMA still reads dV
             store_keys(work.sizes, dk_out, part, ds_tiles.index(1) if BLOCK_D == 64 else ds_tiles, dk * work.scale)
         share.release(turn)

@@ -156,7 +156,7 @@ def attend_head(way, cursor, span, tiles, loads):
         o_next, m, sums = way.start_block(
             cursor, cursor.j + (k << cache.bits), s, state, ring.index(slot), v_full, False
         )
-        s, o = warpgroup_mma_wait(0, [s_next, o_next])
+        s, o = warpgroup_mma_wait(0, [s_next, o_next])  # without it the next softmax would read unfinished scores
         state = o, m, sums
         thread_barrier()  # all warps have read this K and V, and P: TMA may overwrite them
         more = i + SLOTS // 2 < count

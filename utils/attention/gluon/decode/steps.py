@@ -107,7 +107,7 @@ def step(share, block, q, o, p, state, more, MASKED: gl.constexpr):
     share.v.release(block.number - 1)
     p1, lower = half_softmax(s1, lower, top1, c, dtype, MASKED)
     p = gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d, q.shape[0]))
-    share.k.wait_full(block.number + 1, pred=more)
+    share.k.wait_full(block.number + 1, pred=more)  # the next step's keys have arrived
     return o, p, (upper, lower)
 
 
