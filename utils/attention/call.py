@@ -17,9 +17,9 @@ import torch
 from utils.attention.backends import BACKENDS, able_backends, find_backend
 from utils.attention.choosing import rank_backends
 from utils.attention.masks.blocks import BlockSize, block_sizes
-from utils.attention.masks.mask_mods import MaskMod, captured
+from utils.attention.masks.mask_mods import MaskMod, captures
 from utils.attention.masks.mask_mods import causal as causal_mask
-from utils.attention.masks.score_mods import ScoreMod, learned
+from utils.attention.masks.score_mods import ScoreMod, trains
 from utils.attention.prepared import MODES, Prepared, compiled_graphs, compiled_versions
 from utils.attention.problem import (
     NO_OPTIONS,
@@ -129,7 +129,7 @@ def attention(
     functions: dict = {"mask_mod": mask_mod, "score_mod": score_mod}
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, **functions, with_lse=return_lse)
     refusals: dict[str, str] = {}
-    read = captured(mask_mod)
+    read = captures(mask_mod)
     while True:
         chosen, options, run = _choose(problem, NO_OPTIONS, backend, refusals)
         try:
@@ -196,8 +196,8 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backen
         return None
     try:
         hash((mask_mod, score_mod, backend))
-        functions = mask_mod, score_mod, mask_mod is not None and captured(mask_mod)
-        grad = needs_grad(q, k, v), learned(score_mod)
+        functions = mask_mod, score_mod, mask_mod is not None and captures(mask_mod)
+        grad = needs_grad(q, k, v), trains(score_mod)
         return backend, causal, scale, window, functions, return_lse, grad, layout(q, k, v)
     except (RuntimeError, TypeError):
         return None  # sparse and nested tensors have no strides; they are refused later, like arguments without a hash
@@ -242,9 +242,9 @@ def _choose(problem: Problem, given: Options, name: str, refusals: dict[str, str
     if auto:
         reason = f"no backend in its order can do this; {last} says: {reason}"
     others = able_backends(problem, given)
-    if not others and given.given:
+    if not others and given.option_names:
         others = able_backends(problem)
-        reason = f"{reason.rstrip('.')}, and no other backend can do it with {' and '.join(given.given)} given"
+        reason = f"{reason.rstrip('.')}, and no other backend can do it with {' and '.join(given.option_names)} given"
     raise AttentionUnsupported(name, reason, tuple(other for other in others if other != name))
 
 

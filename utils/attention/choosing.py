@@ -38,7 +38,7 @@ CUTE = {"cute": "FlashAttention 4 does this mask by itself"}
 
 def rank_backends(problem: Problem, options: Options) -> dict[str, str]:
     """Return the names of the backends that "auto" tries, best first, with the reason for each."""
-    if options.given:
+    if options.option_names:
         return FUNCTION_ORDER
     if problem.mask_mod is None and problem.score_mod is None:
         return PLAIN_ORDER

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from utils.attention.backends import find_backend
-from utils.attention.backends.sdpa import apart
+from utils.attention.backends.sdpa import separate_rows
 from utils.attention.call import Run, record_run
-from utils.attention.problem import AttentionUnsupported, Problem, finite, make_problem
+from utils.attention.problem import AttentionUnsupported, Problem, finite_scale, make_problem
 from utils.attention.reference import reference
 from utils.attention.sequences import check_tensor, clear_behind, mask_by_ends, read_lengths
 from utils.machine.device import Support
@@ -69,7 +69,7 @@ def attention_decode(
         backend: "gluon", "sdpa", or "auto": gluon where it can, else sdpa.
     """
     if scale is not None and scale.__class__ is not float:
-        scale = finite(scale)  # the value of a tensor may change before the next call
+        scale = finite_scale(scale)  # the value of a tensor may change before the next call
     given = q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
     if torch.compiler.is_compiling() and not needs_grad:
@@ -207,7 +207,7 @@ def _masked(problem: Problem, q, k_cache, v_cache, seqlens) -> torch.Tensor:
             read_lengths(seqlens, len(keys))
         k_cache, v_cache = clear_behind(seqlens, k_cache, v_cache)
     out = F.scaled_dot_product_attention(
-        apart(q), k_cache, v_cache, attn_mask=visible, scale=problem.scale, enable_gqa=problem.grouped
+        separate_rows(q), k_cache, v_cache, attn_mask=visible, scale=problem.scale, enable_gqa=problem.grouped
     )
     return torch.where(visible.any(-1, keepdim=True), out, 0)
 

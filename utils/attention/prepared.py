@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from utils.attention.masks.blocks import synchronize
-from utils.attention.masks.mask_mods import captured, name_of
+from utils.attention.masks.mask_mods import captures, name_of
 from utils.attention.problem import Attend, AttentionUnsupported, Bound, Problem
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
@@ -49,7 +49,7 @@ def compile_attend(function: Callable, mode: str, **inductor_options: object) ->
 
 
 class Prepared:
-    """Attention by one backend, ready to be called with tensors like those it was prepared with.
+    """Attention by one backend, prepared for tensors of fixed shapes and layouts.
 
     Attributes:
         fn: the bare function of q, k, v, without the guard; benchmarks time it.
@@ -66,7 +66,7 @@ class Prepared:
         self._codes: list[str] = []
         self._metadata = tuple(map(_metadata, inputs))
         self._grad, self._mask = problem.needs_grad, problem.mask_mod
-        self._read = {captured(self._mask)}
+        self._read = {captures(self._mask)}
         first = bound.first or bound.call
         began = time.perf_counter()
         with warnings.catch_warnings():  # ignore eager FlexAttention's warning that it stores all scores
@@ -95,7 +95,7 @@ class Prepared:
                 f"this call was prepared for {_describe(self._metadata)} and was given {_describe(given)}: prepare "
                 "another one with prepare(...); compiled code is for one shape, type and layout."
             )
-        if captured(self._mask) not in self._read:
+        if captures(self._mask) not in self._read:
             raise Recompiled(
                 f"{name_of(self._mask)} reads something else than when this call was prepared: prepare it anew."
             )

@@ -27,7 +27,7 @@ from utils.attention.masks.mask_mods import (
     nearby,
     sliding_window,
 )
-from utils.attention.masks.score_mods import ScoreMod, learned, modify_scores
+from utils.attention.masks.score_mods import ScoreMod, modify_scores, trains
 from utils.kernels.handle import needs_grad
 from utils.machine.device import Support
 from utils.validation import whole_number
@@ -114,7 +114,7 @@ class Problem:
             return replace(self, mask_mod=None, causal=True)
         if kind in ("sliding_window", "nearby") and alone:
             is_causal = kind == "sliding_window"
-            window = _limiting(mask_mod.window, is_causal, self.sq, self.sk)
+            window = _limiting_window(mask_mod.window, is_causal, self.sq, self.sk)
             return replace(self, mask_mod=None, causal=is_causal, window=window)
         parts = mask_mod.mods if kind == "both" else (mask_mod,)
         others = [part for part in parts if part is not causal]
@@ -175,22 +175,22 @@ def make_problem(
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False; it is {flag!r}.")
     if window is not None:
-        window = _limiting(whole_number("window", window), causal, sq, sk)
+        window = _limiting_window(whole_number("window", window), causal, sq, sk)
     for name, mod in (("mask_mod", mask_mod), ("score_mod", score_mod)):
         if mod is not None and (not callable(mod) or mod.__hash__ is None):
             raise TypeError(f"{name} must be None or a hashable function of indices; its type is {type(mod).__name__}.")
     # Do not call the functions under fake tensors and vmap: the caller may count the calls.
     if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
         _try_once(mask_mod, score_mod, q.device, (batch - 1, heads - 1, max(sq - 1, 0), sk))
-    scale = head_dim**-0.5 if scale is None else finite(scale)
+    scale = head_dim**-0.5 if scale is None else finite_scale(scale)
     if not sq:  # without queries nothing is masked, and no function is called
         causal, window, mask_mod, score_mod = False, None, None, None
     shape = batch, heads, kv_heads, sq, sk, head_dim
-    more = needs_grad(q, k, v) or learned(score_mod), mask_mod, score_mod, v_dim if v_dim != head_dim else 0, with_lse
+    more = needs_grad(q, k, v) or trains(score_mod), mask_mod, score_mod, v_dim if v_dim != head_dim else 0, with_lse
     return Problem(*shape, q.dtype, q.device, causal, scale, window, *more)
 
 
-def _limiting(window: int, is_causal: bool, sq: int, sk: int) -> int | None:
+def _limiting_window(window: int, is_causal: bool, sq: int, sk: int) -> int | None:
     """Return the window, or None if it reaches every key: without a window kernels are faster, and more kernels can do it.
 
     The last query is sk - 1 positions after the first key. The first query is sq - 1 positions before the last key; under a
@@ -207,7 +207,7 @@ def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
-def finite(scale: float) -> float:
+def finite_scale(scale: float) -> float:
     """Return the scale as a number; raise an error if it is no finite number, or if its gradient would be lost."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         kind = f"{type(scale).__name__} {getattr(scale, 'dtype', '')}"  # NumPy and torch have truth values of their own
@@ -251,7 +251,7 @@ class Options:
     tuned: bool = False
 
     @property
-    def given(self) -> tuple[str, ...]:
+    def option_names(self) -> tuple[str, ...]:
         """The names of the options from the caller."""
         return tuple(x for x in ("block_size", "mode", "kernel_options") if getattr(self, x) is not None)
 
@@ -331,7 +331,7 @@ class Backend:
 
     def support(self, problem: Problem, options: Options = NO_OPTIONS) -> Support:
         """Whether this machine and this backend can do the problem."""
-        for name in options.given:
+        for name in options.option_names:
             if name not in self.options:
                 return Support(False, f"it takes no {name}, and {getattr(options, name)} was given.")
         if not (machine := self.machine()).ok:

@@ -87,7 +87,7 @@ def reference_gradients(
 def _pieces(
     problem: Problem, allowed: torch.Tensor | None
 ) -> Iterator[tuple[int, int, int, slice, torch.Tensor | None]]:
-    """Yield (sequence, head, head of K and V, rows of queries, mask of those rows or None)."""
+    """Yield (sequence, head, head of K and V, rows of queries, mask of these rows or None)."""
     step = max(1, CHUNK_BYTES // (8 * 6 * problem.sk))
     group = problem.heads // problem.kv_heads
     if allowed is not None:

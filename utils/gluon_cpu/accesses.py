@@ -138,7 +138,7 @@ def access(
             desc.written[...] = desc.spread
     elif len(allocation.spreads) > 1 and ((desc.written != desc.spread) & (desc.written > 0)).any():
         text = f"{desc.label} was written through a layout that puts its elements in other places"
-        refuse("layout", f"{capitalized(what)}: {text}. Read it through the layout that it was written through.")
+        refuse("layout", f"{capitalize(what)}: {text}. Read it through the layout that it was written through.")
     elif not desc.written.all():
         program.unwritten_reads.append(accesses[0])
     return tuple(accesses)
@@ -165,7 +165,7 @@ def _hint(copy: Access, p) -> str:
     return f"{text}; {p.name} last waited there for parity {parity} at line {site.line}, when {count}."
 
 
-def _passed(copy: Access, read: Access, p) -> str:
+def _passage(copy: Access, read: Access, p) -> str:
     """Return a text for a report of an early overwrite: the partition's last wait, and the arrivals at that barrier."""
     if copy.barrier is None or read.write or not p.last_wait:
         return ""
@@ -193,28 +193,28 @@ def _report_race(old: Access, new: Access, p) -> None:
     own = f"; it is the memory of block {new.block}" if program.num_ctas > 1 else ""
     if any(read is old for read in program.unwritten_reads):
         program.unwritten_reads.remove(old)
-        text = f"{capitalized(old.what)} comes before {new.what} ({new.partition}, {new.site}) has written there"
+        text = f"{capitalize(old.what)} comes before {new.what} ({new.partition}, {new.site}) has written there"
         hint = _hint(new, program.partitions[old.component[1]])
         text += f": nothing makes it wait for that.{hint}"
         report("race", text, at=old.site, others=(new.site,), partition=old.partition)
         return
     where = f"{old.what} ({old.partition}, {old.site})"
     if old.write and not new.write:
-        text = f"{capitalized(new.what)} may come before {where} has written there: nothing orders them{own}."
+        text = f"{capitalize(new.what)} may come before {where} has written there: nothing orders them{own}."
     elif old.write:
         text = (
-            f"{capitalized(new.what)} may mix with {where}: two writes to the same bytes, and nothing orders them{own}."
+            f"{capitalize(new.what)} may mix with {where}: two writes to the same bytes, and nothing orders them{own}."
         )
     else:
-        text = f"{capitalized(new.what)} may overwrite what {where} still reads: nothing orders them{own}."
-    report("race", text + _WAITS.get(old.component[0], "") + _hint(old, p) + _passed(new, old, p), others=(old.site,))
+        text = f"{capitalize(new.what)} may overwrite what {where} still reads: nothing orders them{own}."
+    report("race", text + _WAITS.get(old.component[0], "") + _hint(old, p) + _passage(new, old, p), others=(old.site,))
 
 
 def _report_missing_fence(old: Access, new: Access, inside: bool) -> None:
     """Report a missing fence between an ordinary and an asynchronous access, or note it if the compiler adds the fence."""
     unit = "the tensor cores" if "wgmma" in new.what else "the TMA"
     verb = "not see that" if old.write else "overwrite what is still being read"
-    text = f"{capitalized(new.what)} goes through the async proxy; {old.what} ({old.partition}, {old.site}) was an ordinary access."
+    text = f"{capitalize(new.what)} goes through the async proxy; {old.what} ({old.partition}, {old.site}) was an ordinary access."
     text += f" They are in order, but without fence_async_shared() between them {unit} may {verb}."
     if inside and versions.compiler_adds_fences():
         context.note(
@@ -225,6 +225,6 @@ def _report_missing_fence(old: Access, new: Access, inside: bool) -> None:
     report("missing fence", f"{text} {who}", others=(old.site,))
 
 
-def capitalized(text: str) -> str:
+def capitalize(text: str) -> str:
     """Return a text with a capital first letter."""
     return text[0].upper() + text[1:]

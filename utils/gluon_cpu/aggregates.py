@@ -38,7 +38,7 @@ OPERATORS = "add sub mul truediv floordiv mod and or xor lshift rshift lt le gt 
 
 
 @functools.cache
-def written_class(cls):
+def author_class(cls):
     """Return the class in the kernel's source. Triton keeps it only in a closure."""
     return inspect.getclosurevars(cls.__setattr__).nonlocals["cls"]
 
@@ -47,7 +47,7 @@ class Aggregate:
     """An instance of a kernel's aggregate class."""
 
     def __init__(self, cls, args: tuple, kwargs: dict):
-        author = written_class(cls)
+        author = author_class(cls)
         set_slot = object.__setattr__
         set_slot(self, "_cls", cls)
         generated = getattr(cls, "__aggregate_defaults__", None)  # from Triton 3.8 on; None before

@@ -143,7 +143,7 @@ def report(
     stack = sites()
     if at is not None:
         stack = (at, *(stack[1:] if stack and stack[0] == at else ()))
-    error = _kept(_finding(kind, message, stack, partition, others))
+    error = _keep(_finding(kind, message, stack, partition, others))
     if _program is None or _program.run.stop_at_first:
         raise error
 
@@ -153,7 +153,7 @@ def note(kind: str, message: str, others: tuple[Site, ...]) -> None:
     program().collect(_finding(kind, message, sites(), None, others), program().run.notes)
 
 
-def _kept(finding: Report) -> Exception:
+def _keep(finding: Report) -> Exception:
     """Put a finding into the run and on its timeline, and return its error."""
     if _program is not None:
         _program.mark(finding)
@@ -167,9 +167,9 @@ def refuse_error(error: Exception) -> NoReturn:
     stack = [Site(code.co_filename, line, code.co_name) for code, line in steps if id(code) in _kernel_code]
     if not stack:
         raise error
-    raise _kept(_finding("kernel", f"{type(error).__name__}: {error}", tuple(stack[::-1]), None)) from error
+    raise _keep(_finding("kernel", f"{type(error).__name__}: {error}", tuple(stack[::-1]), None)) from error
 
 
 def refuse(kind: str, message: str) -> NoReturn:
     """Report a mistake that ends the kernel. kind: one of KINDS; message: what happened, and what to do about it."""
-    raise _kept(_finding(kind, message, sites(), None))
+    raise _keep(_finding(kind, message, sites(), None))

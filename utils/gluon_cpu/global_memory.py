@@ -94,7 +94,7 @@ def addresses(ptr, mask, what: str):
             refuse("layout", f"{what}: one pointer with a mask of shape {list(mask.shape)}.")
         keep = np.asarray(mask.data, dtype=np.bool_)
     if offsets.ndim:
-        layouts.distributed(layout, offsets.shape, what)
+        layouts.register_layout(layout, offsets.shape, what)
     everywhere = keep.all()
     if offsets.shape != keep.shape:
         offsets, keep = np.broadcast_arrays(offsets, keep)

@@ -35,13 +35,13 @@ def known(*names: str, of: tuple = (gl, tl)) -> Callable:
         for name in names or (function.__name__.rstrip("_"),):
             for module in of:
                 if callable(getattr(module, name, None)):
-                    TABLE[getattr(module, name)] = _removed(name) or function
+                    TABLE[getattr(module, name)] = _refusal_of_removed(name) or function
         return function
 
     return enter
 
 
-def _removed(name: str) -> Callable | None:
+def _refusal_of_removed(name: str) -> Callable | None:
     """Return a function that refuses a name that the installed Triton has removed; None if Triton still has the name."""
     replacement = versions.replacement_of_removed_gluon_name(name)
     if replacement is None:

@@ -43,7 +43,7 @@ def arange(start, end, layout=None):
     layouts.check_block([end - start], f"gl.arange({start}, {end})")
     run = context.program().run
     run.longest = max(run.longest, end - start)
-    layout = layouts.distributed(layout, [end - start], "gl.arange")
+    layout = layouts.register_layout(layout, [end - start], "gl.arange")
     return Tensor(np.arange(start, end, dtype=np.int32), gl.int32, layout)
 
 
@@ -52,7 +52,7 @@ def full(shape, value, dtype, layout=None):
     """Return a tensor of one value."""
     shape, dtype = constants(shape, "gl.full's shape"), constant(dtype, "gl.full's dtype")
     layouts.check_block(shape, "gl.full")
-    layout = layouts.distributed(layout, shape, "gl.full")
+    layout = layouts.register_layout(layout, shape, "gl.full")
     out = Tensor(np.full(shape, round_number(to_tensor(value).data, dtype), numpy_type(dtype)), dtype, layout)
     work(out)
     return out
@@ -116,7 +116,7 @@ def convert_layout(value, layout, assert_trivial=False):
     """Return the same values in another layout."""
     if not isinstance(value, Tensor) or not value.shape:
         refuse("kernel", "gl.convert_layout needs a tensor, got a scalar.")
-    layout = layouts.distributed(layout, list(value.shape), "gl.convert_layout")
+    layout = layouts.register_layout(layout, list(value.shape), "gl.convert_layout")
     data = value.data
     if constant(assert_trivial, "assert_trivial"):
         layouts.view(value.layout, list(value.shape), "convert_layout(assert_trivial=True)", layout)

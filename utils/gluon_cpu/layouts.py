@@ -107,10 +107,10 @@ def _check_cluster(layout, what: str) -> None:
 _checked: dict[tuple, DistributedLayout] = {}  # a key has the layout's id; the reference to the layout keeps it unique
 
 
-sliced = once_for_constants(gl.SliceLayout)
+slice_layout = once_for_constants(gl.SliceLayout)
 
 
-def distributed(layout, shape: list[int], what: str):
+def register_layout(layout, shape: list[int], what: str):
     """Return a register layout; refuse one that does not fit the shape or the warps of the running partition."""
     layout = constant(layout, f"{what}'s layout")
     if layout is None:
@@ -147,7 +147,7 @@ def check_block(shape: list[int], what: str) -> None:
             _refuse(f"{what}: shape {list(shape)}; {text}.")
 
 
-def same(a, b, what: str):
+def common_layout(a, b, what: str):
     """Return the common layout of two operands; refuse different layouts."""
     if a is b or a == b or isinstance(b, AutoLayout):
         return a

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import context, layouts
-from .accesses import Access, access, capitalized
+from .accesses import Access, access, capitalize
 from .context import Clock, refuse, report
 from .dtypes import numpy_type
 from .known import constant, constants, number
@@ -219,7 +219,7 @@ class MemDesc:
 
     def load(self, layout=None):
         """Return a tensor with this memory's values."""
-        layout = layouts.distributed(layout, list(self.shape), f"{self.label}.load")
+        layout = layouts.register_layout(layout, list(self.shape), f"{self.label}.load")
         layouts.check_same_blocks(self, layout, "load")
         reads = access(self, write=False, what=f"the load of {self.label}")
         self._spend("shared load")
@@ -306,7 +306,7 @@ def allocate(dtype, shape, layout, value=None) -> MemDesc:
 def finish(program) -> None:
     """Check at the end of a program for reads of unwritten memory, and for too much memory in use at once."""
     for read in program.unwritten_reads:
-        text = f"{capitalized(read.what)} reads bytes that nothing has written."
+        text = f"{capitalize(read.what)} reads bytes that nothing has written."
         report("uninitialized", text, at=read.site, partition=read.partition)
     program.unwritten_reads = []
     _check_size(program.allocations, "bytes", "shared memory", SHARED_BYTES)

@@ -40,7 +40,7 @@ def _reduce_axis(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tens
     if not out.ndim:
         return Tensor(out.item(), dtype)
     if layout is not None and layouts.threads(layout) is not None:
-        layout = layouts.sliced(axis, layout)
+        layout = layouts.slice_layout(axis, layout)
     return Tensor(out, dtype, layout)
 
 

@@ -214,7 +214,7 @@ class TensorMemory(MemDesc):
         """Return a tensor with the values."""
         what = f"{self.label}.load"
         layout = self.get_reg_layout() if layout is None else layout
-        layout = layouts.distributed(layout, list(self.shape), what)
+        layout = layouts.register_layout(layout, list(self.shape), what)
         self._check_registers(layout, what)
         reads = access(self, write=False, asynchronous=True, what=f"the load of {self.label}")
         self.check_type(what)

@@ -144,7 +144,7 @@ def broadcast_layout(a: Tensor, b: Tensor, what: str):
     m, n = (x._data.shape if isinstance(x._data, np.ndarray) else () for x in (a, b))
     if not m or not n:
         return a.layout if m else b.layout
-    layout = a.layout if a.layout is b.layout else layouts.same(a.layout, b.layout, what)
+    layout = a.layout if a.layout is b.layout else layouts.common_layout(a.layout, b.layout, what)
     if m != n:
         shapes = f"{what}: shapes {list(m)} and {list(n)}"
         if len(m) != len(n) and context.program().run.gluon:  # in plain Triton, dimensions are added in front

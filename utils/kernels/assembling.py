@@ -45,7 +45,7 @@ def assemble(ptx: str) -> bytes:
     return cubin
 
 
-def reassembled(compiled: Any, rewrite: Callable[[str], str]) -> Any:
+def reassemble(compiled: Any, rewrite: Callable[[str], str]) -> Any:
     """Return a copy of a compiled kernel with rewritten PTX. The kernel keeps the copy for later calls.
 
     The copy is loaded at its first use: then Triton gives the driver the size of shared memory in the copy's metadata, which the
@@ -84,7 +84,7 @@ def narrow_products(ptx: str, columns: int) -> str:
 
 def narrowed(compiled: Any, columns: int) -> Any:
     """Return a copy of a compiled kernel with products of so many columns (`narrow_products`); 0 returns the kernel itself."""
-    return reassembled(compiled, lambda ptx: narrow_products(ptx, columns)) if columns else compiled
+    return reassemble(compiled, lambda ptx: narrow_products(ptx, columns)) if columns else compiled
 
 
 def policy_copies(ptx: str) -> str:

@@ -5,7 +5,6 @@ starts TMA copies of the next tiles of A and B into a ring in shared memory. Fou
 multiply with wgmma and keep their sums in registers. Each slot of the ring has two mbarriers: the TMA unit completes "full" when
 the bytes have arrived, and the consumer completes "empty" when it has read the slot. So the copies run ahead of the products:
 
-
     producer     | A0 B0 | A1 B1 | A2 B2 | A3 B3 | . wait empty . | A4 B4 | ...       runs on into the next tile
     consumer     . wait full .   | wgmma 0 | wgmma 1 | wgmma 2 |  ...  | store C |    TMA stores while the next tile begins
 

@@ -16,7 +16,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from utils.kernels.assembling import reassembled
+from utils.kernels.assembling import reassemble
 from utils.kernels.gemm_gluon import gemm_kernel, short_kernel
 from utils.kernels.gemm_plan import BLOCK_K, Plan, ceil_div, choose, clusters_at_once, items_of
 from utils.kernels.gemm_work import OWN, SHARED, add_kernel
@@ -26,14 +26,14 @@ from utils.kernels.handle import Handle, start
 ADDING = {"num_warps": 2, "maxnreg": 64, "launch_pdl": True}
 
 
-def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+def allocate_output(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
     """Return a matrix for TMA to write: rows start at multiples of 16 bytes, and TMA may write the bytes between the rows."""
     rows, columns = shape
     return torch.empty((rows, ceil_div(columns, 8) * 8), dtype=like.dtype, device=like.device)[:, :columns]
 
 
 def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: int = 1) -> Callable[..., torch.Tensor]:
-    """Return a function of A, B and perhaps C that launches the kernel of a plan. C comes from `padded`.
+    """Return a function of A, B and perhaps C that launches the kernel of a plan. C comes from `allocate_output`.
 
     The caller has checked the operands, and none is empty. The function takes operands of the same shapes, strides and alignment.
     Without a plan, `choose` estimates the fastest. With a plan, the tiles that do not fill a round are cut into `split` parts.
@@ -69,31 +69,31 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     adding += [int(plan.transposed), shape[0], ceil_div(shape[1], 8)]
     pieces = items.rest * plan.cluster, plan.block_m * plan.block_n // 256
 
-    def described(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
+    def describe(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
         c_rows = [*shape], [c.stride(0), 1]
         given = zip((a, b, c, c), (a_rows, b_rows, c_rows, c_rows), compiled_for.declared, strict=False)
         return tuple(TensorDescriptor(x, *rows, box, box_layout(box)) for x, rows, box in given)
 
     def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
-        c = padded(shape, a) if c is None else c
+        c = allocate_output(shape, a) if c is None else c
         a, b = (b, a) if plan.transposed else (a, b)
         # If no tile has parts, the kernel does not touch this address.
         sums = c if a.is_cuda and not items.rest else torch.empty(partial_sums, dtype=torch.float32, device=c.device)
         if a.is_cuda:
             start(handles, tuple([x.data_ptr() for x in (sums, a, b, c)]))
             return c.contiguous()
-        kernel[(blocks,)](sums, *described(a, b, c), *sizes, **options)
+        kernel[(blocks,)](sums, *describe(a, b, c), *sizes, **options)
         if items.rest:
             add_kernel[pieces](sums, c._base, *adding, **ADDING)
         return c.contiguous()
 
     if not a.is_cuda:
         return launch
-    c = padded(shape, a)
+    c = allocate_output(shape, a)
     with torch.cuda.device(a.device):
         sums = torch.empty(partial_sums, dtype=torch.float32, device=a.device)
-        tensors = (sums, *described(a, b, c))
-        compiled = adapted(kernel.warmup(*tensors, *sizes, grid=(blocks,), **options), plan)
+        tensors = (sums, *describe(a, b, c))
+        compiled = adapt(kernel.warmup(*tensors, *sizes, grid=(blocks,), **options), plan)
         _ = compiled.run  # Triton loads the kernel once for tiles of all widths
         if not plan.short:
             boxes = zip(compiled.metadata.tensordesc_meta, plan.boxes, strict=True)
@@ -228,9 +228,9 @@ def prefetch_descriptors(ptx: str) -> str:
     return ptx.replace("// %bb.0:", f"// %bb.0:\n{fetch}}}", 1)
 
 
-def adapted(compiled: Any, plan: Plan) -> Any:
+def adapt(compiled: Any, plan: Plan) -> Any:
     """Return a copy of a compiled kernel, not yet loaded, whose PTX has the instructions that Triton cannot express."""
-    return reassembled(
+    return reassemble(
         compiled, lambda x: fewer_meetings(prefetch_descriptors(narrow(x if plan.short else multicast(x, plan))))
     )
 
@@ -245,4 +245,4 @@ def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     signature |= {"sums": "*fp32"}
     signature |= dict.fromkeys(("rows", "columns", "steps", "items", "whole", "split", "slots", "eighths"), "i32")
     kernel = short_kernel if plan.short else gemm_kernel
-    return adapted(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums"], plan.warps), plan)
+    return adapt(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums"], plan.warps), plan)

@@ -284,14 +284,14 @@ def decode_forward(
         output = layer(hidden_states, attention_mask=_attention_mask(layer, visible, hidden_states.dtype), **arguments)
     else:
         seqlens = filled_slots(slots, cache_positions, hidden_states.shape[0])
-        with _attending_with(layer):
+        with _use_attend(layer):
             output = layer(hidden_states, attention_mask=None, attend=attend, seqlens=seqlens, **arguments)
     finish_decode(slots, position)
     return output
 
 
 @contextlib.contextmanager
-def _attending_with(layer: torch.nn.Module) -> Iterator[None]:
+def _use_attend(layer: torch.nn.Module) -> Iterator[None]:
     """Let the layer compute attention by the argument `attend` of its call."""
     from transformers import AttentionInterface
 

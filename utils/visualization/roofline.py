@@ -50,7 +50,7 @@ class _Point(NamedTuple):
         return (self.measured or 0.0) / self.attainable
 
     @property
-    def beyond(self) -> bool:
+    def above_roof(self) -> bool:
         """Return whether the point is above its roof by more than rounding."""
         return self.measured is not None and self.share > 1 + 1e-9
 
@@ -189,7 +189,7 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: s
     for x, ha, words in ((at - 0.01, "right", "memory-bound"), (at + 0.01, "left", "compute-bound")):
         ax.text(x, 0.02, words, transform=ax.transAxes, ha=ha, va="bottom", fontsize=SMALL, color=SOFT, style="italic")
     places = [start * (main.ridge / start) ** share for share in (0.6, 0.3, 0.8)]
-    beyond = [point.intensity for point in points if point.beyond]  # above the slope, where the text may hide them
+    beyond = [point.intensity for point in points if point.above_roof]  # above the slope, where the text may hide them
     along = max(places, key=lambda x: min((abs(math.log(x / i)) for i in beyond), default=0.0))
     layer.add_along(f"{plain(slope)} {prefix}B/s", (along, along * slope), fontweight="bold")
 
@@ -201,18 +201,18 @@ def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
             below = "SE" if point.intensity < point.attainable else "S"
             layer.name(point.name, (point.intensity, point.attainable), prefer=below)
             continue
-        color = ALARM if point.beyond else series(0).color
+        color = ALARM if point.above_roof else series(0).color
         ax.plot([point.intensity] * 2, [point.attainable, point.measured], color=color, linewidth=0.9, zorder=3.2)
-        look = SOLID | ({"marker": "X", "markersize": 9} if point.beyond else {})
+        look = SOLID | ({"marker": "X", "markersize": 9} if point.above_roof else {})
         ax.plot([point.intensity], [point.measured], color=color, zorder=4.5, **look)
         layer.name(
             f"{point.name}  {_percent(point.share)}",
             (point.intensity, point.measured),
-            color=color if point.beyond else INK,
-            prefer="NW" if point.beyond else "E",
-            fontweight="bold" if point.beyond else "normal",
+            color=color if point.above_roof else INK,
+            prefer="NW" if point.above_roof else "E",
+            fontweight="bold" if point.above_roof else "normal",
         )
-    beyond = [point for point in points if point.beyond]
+    beyond = [point for point in points if point.above_roof]
     if beyond:
         worst = max(beyond, key=lambda p: p.share)
         which = f"{worst.name} at" if len(beyond) == 1 else f"{len(beyond)} points, up to"
@@ -240,6 +240,6 @@ def _key(points: list[_Point]) -> list[Any]:
         handles.append(Line2D([], [], label="predicted, on the roof", **HOLLOW))
     if any(point.measured is not None for point in points):
         handles.append(Line2D([], [], color=series(0).color, label="measured, with its share of the roof", **SOLID))
-    if any(point.beyond for point in points):
+    if any(point.above_roof for point in points):
         handles.append(Line2D([], [], marker="X", linestyle="none", markersize=8, color=ALARM, label="above the roof"))
     return handles

@@ -11,10 +11,10 @@ from utils.attention.gluon.backward.order import (
     Order,
     best_order,
     blocks_of,
-    in_order,
     list_schedule,
     query_tiles,
     schedule_tiles,
+    tiles_in_order,
 )
 from utils.attention.gluon.backward.plan import plan_for, span
 
@@ -51,7 +51,7 @@ def test_a_section_of_one_head_left_over_is_what_cost_a_third():
     chosen = best_order(blocks)
     assert chosen.section == 8
     assert before > 1.3 * schedule_tiles(blocks, chosen)
-    assert schedule_tiles(blocks, chosen) < 1.1 * sum(in_order(blocks, chosen.section)) / blocks.sms
+    assert schedule_tiles(blocks, chosen) < 1.1 * sum(tiles_in_order(blocks, chosen.section)) / blocks.sms
 
 
 @pytest.mark.parametrize(("count", "pieces"), [(2048, True), (300, True), (8, True), (132, False), (135, True)])

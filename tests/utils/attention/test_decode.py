@@ -194,7 +194,7 @@ def test_what_is_chosen_fits_the_call():
 def test_who_shares_a_cache(shape, programs, parts, whole):
     found = arrange(shape, 132)
     assert (found.programs, found.parts, found.whole) == (programs, parts, whole)
-    assert found.merged == (not parts and not whole)
+    assert found.needs_merge == (not parts and not whole)
 
 
 def test_sizes_out_of_range_are_named():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from utils.kernels import assembling
-from utils.kernels.assembling import narrow_products, policy_copies, reassembled
+from utils.kernels.assembling import narrow_products, policy_copies, reassemble
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
 PTX = f"""
@@ -22,7 +22,7 @@ def test_a_copy_is_loaded_by_itself(monkeypatch):
     """What was loaded before was told to the driver with the shared memory that Triton knows of."""
     monkeypatch.setattr(assembling, "assemble", lambda ptx: b"cubin")
     compiled = SimpleNamespace(module=1, function=2, _run=3, metadata="its own", asm={"ptx": PTX})
-    twin = reassembled(compiled, policy_copies)
+    twin = reassemble(compiled, policy_copies)
     assert (twin.module, twin.function, twin._run, twin.metadata) == (None, None, None, "its own")
     assert (compiled.module, compiled.asm, twin.asm["cubin"]) == (1, {"ptx": PTX}, b"cubin")
 
@@ -41,7 +41,7 @@ def test_copies_of_four_dimensions_get_the_policy_of_the_argument():
 
 def test_a_kernel_without_such_copies_or_without_the_argument_is_named():
     with pytest.raises(ValueError, match="no TMA copy"):
-        reassembled(SimpleNamespace(asm={"ptx": PTX.split("@%p12")[0]}), policy_copies)
+        reassemble(SimpleNamespace(asm={"ptx": PTX.split("@%p12")[0]}), policy_copies)
     with pytest.raises(ValueError, match="argument"):
         policy_copies(PTX.replace(".f32", ".u32"))
 

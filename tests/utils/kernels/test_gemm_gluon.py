@@ -84,7 +84,7 @@ PTX = f"""
 
 @pytest.mark.parametrize("plan", [Plan(128, 256, cluster=2), Plan(64, 96, cluster=4)], ids=lambda plan: plan.name)
 def test_copies_between_the_marks_go_to_all_blocks_and_lanes_arrive_in_all(plan):
-    from utils.kernels.gemm_launch import adapted, multicast
+    from utils.kernels.gemm_launch import adapt, multicast
 
     ptx = multicast(PTX, plan)
     assert (ptx.count("mapa"), ptx.count(".multicast")) == (1, 2)
@@ -102,7 +102,7 @@ def test_copies_between_the_marks_go_to_all_blocks_and_lanes_arrive_in_all(plan)
     with pytest.raises(ValueError, match="condition"):
         multicast(PTX.replace("@%p6 ", ""), plan)
     with pytest.raises(ValueError, match="has 0 shared copies and 0 arrivals"):
-        adapted(SimpleNamespace(asm={"ptx": "ret;"}), plan)
+        adapt(SimpleNamespace(asm={"ptx": "ret;"}), plan)
 
 
 def test_one_warp_waits_for_itself_between_copies_and_all_warps_elsewhere():

@@ -14,7 +14,7 @@ from importlib import metadata
 import torch
 
 from utils.attention.backends.flex import bind_flash, refuses_flash
-from utils.attention.backends.sdpa import apart
+from utils.attention.backends.sdpa import separate_rows
 from utils.attention.choosing import of_lengths
 from utils.attention.problem import Backend, Options, Problem, positive_scale
 from utils.attention.sequences import packed_starts
@@ -61,7 +61,7 @@ def packed_arguments(lengths: tuple[int, ...], device: torch.device) -> dict:
 
 def call_package(function, q, k, v, softmax_scale: float, lengths: tuple[int, ...] = (), **arguments) -> torch.Tensor:
     """Call a `flash_attn_func` on tensors (B, H, S, D), or with lengths a `flash_attn_varlen_func`."""
-    q, scale = positive_scale(apart(q), softmax_scale)  # the kernels take the maximum before they scale
+    q, scale = positive_scale(separate_rows(q), softmax_scale)  # the kernels take the maximum before they scale
     rows = (rows_first(x, lengths) for x in (q, k, v))
     out = function(*rows, softmax_scale=scale, **packed_arguments(lengths, q.device), **arguments)
     return heads_first(out[0] if isinstance(out, tuple) else out, lengths)

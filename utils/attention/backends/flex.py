@@ -20,7 +20,7 @@ import torch
 
 from utils.attention.backends.plain import reason_against_compiling
 from utils.attention.masks.blocks import BlockSize, block_sizes, build_timed, count_blocks
-from utils.attention.masks.mask_mods import MaskMod, captured, different_masks, row_chunks
+from utils.attention.masks.mask_mods import MaskMod, captures, different_masks, row_chunks
 from utils.attention.prepared import compile_attend, own_copy
 from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused
 from utils.machine.device import Support, compile_support, compute_capability, flash_attn_support
@@ -63,7 +63,7 @@ def triton_options(problem: Problem, block_size: BlockSize = 128) -> dict:
     mask, device = problem.mask_function(), str(problem.device)
     if different_masks(mask, problem.batch, problem.heads, device) != (1, 1):
         return tile  # the claims would have to be counted for each sequence and head
-    return tile | proved_options(mask, problem.sq, problem.sk, device, blocks, least_keys, captured(mask))
+    return tile | proved_options(mask, problem.sq, problem.sk, device, blocks, least_keys, captures(mask))
 
 
 @functools.lru_cache(maxsize=64)
@@ -76,7 +76,7 @@ def proved_options(
     tile_keys: int,
     read: tuple = (),
 ) -> dict:
-    """Return the claims about a mask that a count proves for tiles of `tile_keys` keys; read: `captured(mask_mod)`, for the cache.
+    """Return the claims about a mask that a count proves for tiles of `tile_keys` keys; read: `captures(mask_mod)`, for the cache.
 
     ROWS_GUARANTEED_SAFE: each query sees a key of the first tile that the kernel visits. FlexAttention's documentation asks
     for a key in any tile, but that is not enough: after the first tile the running maximum would still be minus infinity, and

@@ -96,7 +96,7 @@ def probe(backend: SDPBackend, device_type: str) -> Support:
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
     x = torch.ones(1, 1, 16, 64, dtype=dtype, device=device_type)
     try:
-        _refusing(_pinning(backend, F.scaled_dot_product_attention))(x, x, x)
+        _raise_refusals(_pin(backend, F.scaled_dot_product_attention))(x, x, x)
     except RuntimeError as error:
         why = f"torch's {backend.name} backend does not run on {device_type}: {str(error).splitlines()[0]}"
         return Support(False, why, "Use another SDPA backend.")
@@ -153,7 +153,7 @@ def _refuses_functions(problem: Problem, options: object = None) -> str:
     return ""
 
 
-def apart(q: torch.Tensor) -> torch.Tensor:
+def separate_rows(q: torch.Tensor) -> torch.Tensor:
     """Return queries without overlapping rows: torch's flash kernels write an output with the strides of q."""
     return q.contiguous() if min(q.stride()[:3]) < q.shape[3] else q
 
@@ -173,11 +173,11 @@ def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bou
 
     def attend(q, k, v):
         # On a CPU, torch's flash backend scales the minus infinity of a causal mask, too: a scale that is not positive breaks it.
-        q, scale = positive_scale(apart(q), plain.scale)
+        q, scale = positive_scale(separate_rows(q), plain.scale)
         return F.scaled_dot_product_attention(q, k, v, scale=scale, **arguments)
 
-    pinned = attend if backend is None else _pinning(backend, attend)
-    call, first = (on_plain_shapes(problem, plain, x) for x in (pinned, _refusing(pinned)))
+    pinned = attend if backend is None else _pin(backend, attend)
+    call, first = (on_plain_shapes(problem, plain, x) for x in (pinned, _raise_refusals(pinned)))
     seconds = {"mask": time.perf_counter() - began}
     return Bound(call, {"stored_mask": mask is not None}, seconds, first=first, light=mask is None)
 
@@ -193,7 +193,7 @@ _SWITCHES = {
 _SWITCHING = threading.RLock()  # all threads share the switches: without the lock a thread would run another's pin
 
 
-def _pinning(backend: SDPBackend, attend: Attend) -> Attend:
+def _pin(backend: SDPBackend, attend: Attend) -> Attend:
     """Return `attend` with one backend pinned, as under `sdpa_kernel`.
 
     That context manager takes several times as long as the call, so only torch.compile, which knows it, gets it.
@@ -219,7 +219,7 @@ def _pinning(backend: SDPBackend, attend: Attend) -> Attend:
     return attend_pinned
 
 
-def _refusing(attend: Attend) -> Attend:
+def _raise_refusals(attend: Attend) -> Attend:
     """Return `attend` with an error: it raises Refused with torch's reason if the pinned backend does not take the call.
 
     Torch gives its reasons as warnings. (`torch.backends.cuda.can_use_flash_attention(params, debug=True)` and similar
@@ -254,7 +254,7 @@ def _implementation(name: str) -> str:
     return f"SDPA of torch {torch.__version__}, {name} alone"
 
 
-def _pinned(name: str, pin: Pin) -> Backend:
+def _pinned_backend(name: str, pin: Pin) -> Backend:
     on_cpu = "|".join(f"{operator}$" for operator, ran in FORWARD_OPERATORS.items() if ran == name)
     return Backend(
         name=name,
@@ -269,7 +269,7 @@ def _pinned(name: str, pin: Pin) -> Backend:
     )
 
 
-BACKENDS = {name: _pinned(name, pin) for name, pin in PINS.items()}
+BACKENDS = {name: _pinned_backend(name, pin) for name, pin in PINS.items()}
 BACKENDS["sdpa"] = Backend(
     name="sdpa",
     summary="SDPA with torch's own choice of backend",

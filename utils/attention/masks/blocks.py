@@ -10,7 +10,7 @@ import torch
 
 from utils.attention.masks.mask_mods import (
     MaskMod,
-    captured,
+    captures,
     check_device,
     different_masks,
     errors_of,
@@ -98,7 +98,7 @@ def build_timed(
         raise ValueError(f"mask function {name_of(mask_mod)} reads {missing}, for how many of them blocks are listed.")
     lengths = whole_number("sq", sq), whole_number("sk", sk)
     key = (mask_mod, sequences, own_heads, *lengths, str(device), block_sizes(block_size))
-    kept = key, captured(mask_mod)
+    kept = key, captures(mask_mod)
     if kept not in _kept:
         _kept[kept] = _build(*key)
     return _kept[kept]

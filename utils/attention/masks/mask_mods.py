@@ -202,7 +202,7 @@ def check_device(mod: MaskMod, device: torch.device | str) -> None:
         check_device(part, device)
 
 
-def captured(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict | None = None) -> tuple:
+def captures(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict | None = None) -> tuple:
     """Return the values that a function reads beside its arguments: numbers, text, code, and tensors with their change counts.
 
     The blocks of a mask, for example, are right only as long as these values stay the same. This does not see changes of
@@ -232,7 +232,7 @@ def captured(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict |
             names = names_in(function.__code__)
             inner += [function.__code__, *read_by(function), getattr(mod, "__self__", None)]
         inner += [getattr(mod, x, None) for x in names] if function is not mod else ()
-    return tuple(one if isinstance(one, types.CodeType) else captured(one, depth - 1, names, seen) for one in inner)
+    return tuple(one if isinstance(one, types.CodeType) else captures(one, depth - 1, names, seen) for one in inner)
 
 
 def same_for_all_heads(mask_mod: MaskMod | None) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch.utils._pytree import tree_leaves
 
-from utils.attention.masks.mask_mods import captured, checked_mods, errors_of, name_of, named
+from utils.attention.masks.mask_mods import captures, checked_mods, errors_of, name_of, named
 from utils.validation import whole_number
 
 ScoreMod = Callable[..., torch.Tensor]
@@ -112,11 +112,11 @@ def modify_scores(
     return modified
 
 
-def learned(score_mod: ScoreMod | None) -> bool:
+def trains(score_mod: ScoreMod | None) -> bool:
     """Whether autograd must see a modifier, because it reads a tensor that requires a gradient."""
     if score_mod is None or not torch.is_grad_enabled():
         return False
-    return any(getattr(x, "requires_grad", False) for x in tree_leaves(captured(score_mod)))
+    return any(getattr(x, "requires_grad", False) for x in tree_leaves(captures(score_mod)))
 
 
 def by_name(name: str, heads: int, cap: float) -> ScoreMod | None:

@@ -98,7 +98,7 @@ def blocks_of(
 
 
 @functools.lru_cache(maxsize=2)
-def in_order(blocks: Blocks, section: int) -> list[int]:
+def tiles_in_order(blocks: Blocks, section: int) -> list[int]:
     """Return the number of tiles of each block, in the order in which SMs take the blocks."""
     found: list[int] = []
     for start in range(0, blocks.heads, section):
@@ -118,7 +118,7 @@ def list_schedule(costs: list[float], sms: int) -> float:
 
 def schedule_tiles(blocks: Blocks, order: Order) -> float:
     """Return the time of an order in tiles, with `finish_backward` for pieces."""
-    tiles, pieces, wide = in_order(blocks, order.section), order.pieces, blocks.width == 256
+    tiles, pieces, wide = tiles_in_order(blocks, order.section), order.pieces, blocks.width == 256
     # The programs of dQ's kernel begin before the blocks.
     numbers = range(blocks.heads * blocks.group * blocks.dq_pieces)
     costs = [DQ_TILES[0] * n / blocks.dq_pieces + DQ_TILES[1] for n in blocks.dq for _ in numbers]

@@ -195,7 +195,7 @@ class Part:
         return self.kv_head * sizes.group + skipped, self.lo + self.at - skipped * (self.hi - self.lo)
 
     @gluon.jit
-    def behind(self, head, m):
+    def next_tile(self, head, m):
         """Return the next (query head, tile of that head)."""
         last = m + 1 == self.hi
         return gl.where(last, head + 1, head), gl.where(last, self.lo, m + 1)
@@ -309,4 +309,4 @@ def load_part(work, part, done, descriptors):
         if part.count > 0:
             work.q.load_numbers(done + i, lse_desc, part.batch * heads + head, m * BLOCK_M)
             work.do.load_numbers(done + i, delta_desc, part.batch * heads + head, m * BLOCK_M)
-        head, m = part.behind(head, m)
+        head, m = part.next_tile(head, m)

@@ -26,7 +26,7 @@ from utils.attention.gluon.shared import aggregate, uniform
 class Share:
     """Two slots through which the producer tells the other roles their parts."""
 
-    told: gl.shared_memory_descriptor  # (2 * 11, 1) int32: the fields of two parts
+    slots: gl.shared_memory_descriptor  # (2 * 11, 1) int32: the fields of two parts
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
@@ -39,13 +39,13 @@ class Share:
         fields += (part.end, part.hi, part.at, part.count, part.slot)
         for i in gl.static_range(11):
             number = gl.full([1], fields[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-            self.told.index(slot * 11 + i).store(number)
+            self.slots.index(slot * 11 + i).store(number)
         mbarrier.arrive(self.full.index(slot), count=1)
 
     @gluon.jit
     def field(self, turn, i, WARPS: gl.constexpr):
         """Other roles: return field i of part number `turn`."""
-        number = self.told.index((turn & 1) * 11 + i).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+        number = self.slots.index((turn & 1) * 11 + i).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
         return uniform(gl.sum(number, 0))
 
     @gluon.jit
@@ -71,13 +71,13 @@ class Share:
 @gluon.jit
 def make_share(READERS: gl.constexpr):
     """Allocate the slots and barriers of a Share; READERS: the number of other roles."""
-    told = gl.allocate_shared_memory(gl.int32, [22, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    slots = gl.allocate_shared_memory(gl.int32, [22, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    return Share(told, full, empty)
+    return Share(slots, full, empty)
 
 
 @gluon.jit

@@ -86,7 +86,7 @@ def consumer(work, part, exchange, dq_sums, dk_ptr, dv_ptr, HEAD_DIM: gl.constex
         add_fragments(dq_sums + tile * 8192 + W * 4096, dq)
         dk = wait_products(dk, 0, BLOCK_D)  # without it TMA would overwrite Q
         work.q.release(i)
-        head, m = part.behind(head, m)
+        head, m = part.next_tile(head, m)
     first = (part.batch * work.sizes.kv_heads + part.kv_head).to(gl.int64) * work.sizes.sk * HEAD_DIM
     store_plain(dv_ptr + first, key, work.sizes.sk, dv, HEAD_DIM)
     store_plain(dk_ptr + first, key, work.sizes.sk, dk * work.scale, HEAD_DIM)

@@ -291,7 +291,7 @@ def storing_warp(work, share, leave):
                     tma_add(sums_desc, [row + w * BOX, 0], tiles.slice(w * BOX, BOX, 0))
                 tma.store_wait(0)  # without it the consumer would overwrite the tile while TMA reads it
                 mbarrier.arrive(empty, count=1)
-                head, m = part.behind(head, m)
+                head, m = part.next_tile(head, m)
             turn += 1
             key = share.next(turn, 1)
 

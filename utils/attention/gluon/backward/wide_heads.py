@@ -46,7 +46,7 @@ def first_consumer(work, part, exchange, parts_ptr, dv_desc):
         p16 = gl.convert_layout(p.to(work.do.tiles.dtype), left_operand(256))
         dv = wait_products(warpgroup_mma(p16, work.do.tile(i), dv, is_async=True), 0, 256)
         work.do.release(i)
-        head, m = part.behind(head, m)
+        head, m = part.next_tile(head, m)
     # dV goes through dO's first tile. The second consumer has read the last dO when it has read the last P.
     mbarrier.wait(p_empty, (part.count & 1) ^ 1)
     if part.slot >= 0:

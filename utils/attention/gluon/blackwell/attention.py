@@ -1,6 +1,6 @@
 """FlashAttention for Blackwell, forward: six partitions, scores and output in tensor memory, two softmaxes in turn.
 
-A program computes two tiles of 128 query rows. While one tile's softmax works, the tensor cores multiply for the other one. The
+A program computes two tiles of 128 query rows. While one tile's softmax works, the tensor cores multiply for the other tile. The
 output stays in tensor memory and is rescaled there, so that the softmax keeps a row of scores in registers and nothing else.
 
     partition    warps  what it does

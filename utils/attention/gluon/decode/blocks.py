@@ -32,7 +32,7 @@ UNCHANGED = gl.constexpr("{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; ad
 
 
 @gluon.jit
-def when_used(number):
+def fresh_register(number):
     """Return the same page number in a new register, which is read when the number is used.
 
     TMA takes its coordinates from uniform registers. Otherwise ptxas moves a number there right after its load, a block
@@ -59,7 +59,7 @@ def copy_block(descriptor, cache, cursor, numbers, tile, full, pred):
     for i in gl.static_range(PLAN.block_n // PLAN.box):
         row = (key + i * PLAN.box) & ((1 << cache.page_bits) - 1)
         part = tile.slice(i * PLAN.box, PLAN.box, dim=2)
-        tma_load(descriptor, [when_used(numbers[i]), cursor.head, row, 0], full, part, pred=pred)
+        tma_load(descriptor, [fresh_register(numbers[i]), cursor.head, row, 0], full, part, pred=pred)
 
 
 @gluon.jit

@@ -28,7 +28,7 @@ class RowsAsRows:
     q: gl.shared_memory_descriptor
 
     @gluon.jit
-    def unseen(self):
+    def initial_state(self):
         """Return the state before the first block: output [64, BLOCK_D], maxima and sums of the rows."""
         rows: gl.constexpr = gl.SliceLayout(1, accumulator(self.cache.PLAN.block_n))
         BLOCK_D: gl.constexpr = self.cache.PLAN.block_d

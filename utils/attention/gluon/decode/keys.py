@@ -73,7 +73,7 @@ class KeysAsRows:
     p_tile: gl.shared_memory_descriptor
 
     @gluon.jit
-    def unseen(self):
+    def initial_state(self):
         """Return the state before the first block: output [BLOCK_D, columns], maxima, and the sums of each thread."""
         COLUMNS: gl.constexpr = self.cache.PLAN.columns
         BLOCK_N: gl.constexpr = self.cache.PLAN.block_n
@@ -137,7 +137,7 @@ def attend_head(way, cursor, span, tiles, loads):
     n, i, count = span
     ring, full, k_desc, v_desc = tiles
     block, pages = loads
-    state = way.unseen()
+    state = way.initial_state()
     # The first block's scores come before the loop. Each step then starts the next block's scores, so that the tensor cores
     # compute them during this block's softmax.
     slot = 2 * i % SLOTS
@@ -206,7 +206,7 @@ def attend_keys(results, q_desc, k_desc, v_desc, scales_ptr):
         piece = gl.to_tensor(0)
         while done < count:
             n = gl.minimum(cursor.blocks - cursor.j, count - done)
-            following = cache.advance(cursor.at_last())
+            following = cache.advance(cursor.last_block())
             # The products of the last piece are done, so its tile of Q is free.
             tile, barrier = q_ring.index((piece + 1) % 2), full.index(PLAN.slots + (piece + 1) % 2)
             load_queries(q_desc, cache, following, tile, barrier, done + n < count)

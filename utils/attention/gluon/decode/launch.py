@@ -160,7 +160,7 @@ class Launch:
         shared = MERGE_GROUPS if found.programs > MERGE_PARTS * batch * kv_heads else 1
         pieces = -(-min(rows, plan.columns) * plan.block_d * shared // MERGE_NUMBERS)
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
-        self.parts = ends + 2 * batch * heads if found.merged else 0
+        self.parts = ends + 2 * batch * heads if found.needs_merge else 0
         self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
         # TMA needs one distance between all query rows of a head of keys: the new tokens of each query head in turn.
         rows_apart = shape.group == 1 or sq == 1 or q.stride(1) == sq * q.stride(2)
@@ -228,9 +228,9 @@ class Launch:
 
         All launches share this copy: a cache that grows by a token at each call has a launch for each length.
         """
-        from utils.kernels.assembling import policy_copies, reassembled
+        from utils.kernels.assembling import policy_copies, reassemble
 
-        twin = reassembled(compiled, policy_copies)
+        twin = reassemble(compiled, policy_copies)
         if self.plan.cluster:
             shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
             twin.metadata = compiled.metadata._replace(shared=shared)

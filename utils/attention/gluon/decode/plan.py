@@ -157,14 +157,14 @@ class Shape:
         return next(d for d in (64, 128, 256) if self.head_dim <= d)
 
     @property
-    def seen(self) -> int:
+    def visible_keys(self) -> int:
         """Number of keys of a sequence that some query sees."""
         return min(self.keys, self.sq + self.window - 1) if self.window else self.keys
 
     @property
     def bytes(self) -> int:
         """Bytes of keys and values that the kernel reads."""
-        return 2 * self.seen * self.batch * self.kv_heads * self.head_dim * (1 if self.fp8 else 2)
+        return 2 * self.visible_keys * self.batch * self.kv_heads * self.head_dim * (1 if self.fp8 else 2)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Arrangement:
     hint: bool = False  # keys and values are the first to leave the L2 (`kernels/assembling.py`)
 
     @property
-    def merged(self) -> bool:
+    def needs_merge(self) -> bool:
         """Whether a second launch adds up parts."""
         return not (self.whole or self.parts)
 
@@ -205,8 +205,8 @@ def takes_whole_heads(shape: Shape, plan: Plan, heads: int, programs: int) -> bo
     heads: heads of keys of all sequences. Seven tenths of the SMs read as fast as all SMs.
     """
     if shape.lengths and heads > programs:
-        return shape.seen <= ONE_HEAD_KEYS and (plan.consumers < 2 or heads <= 4 * programs)
-    blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.seen) // plan.block_n
+        return shape.visible_keys <= ONE_HEAD_KEYS and (plan.consumers < 2 or heads <= 4 * programs)
+    blocks = -(-shape.keys // plan.block_n) - (shape.keys - shape.visible_keys) // plan.block_n
     rounds = -(-heads // programs)
     # The bytes that a program reads beyond its share, in columns of its tile; a length is taken as half of the longest.
     width = plan.block_d / shape.head_dim / (shape.batch * shape.kv_heads)
@@ -247,7 +247,7 @@ def choose_tile(shape: Shape, multiprocessors: int) -> Plan:
     small_pages = 0 < shape.page < SMALL_PAGE
     if rows > 64 and width > 64 and not small_pages:
         at_once = multiprocessors if shape.bytes <= SHORT_BYTES * heads else multiprocessors // 4
-        unequal = shape.lengths and shape.seen <= ONE_HEAD_KEYS and width == 128
+        unequal = shape.lengths and shape.visible_keys <= ONE_HEAD_KEYS and width == 128
         if tiles > at_once and not unequal:
             return TILES["rows", width, 2]
     # If a block has several pages, a warp that only loads is worth more.

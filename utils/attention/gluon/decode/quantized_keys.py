@@ -82,7 +82,7 @@ def value_layout(BLOCK_N, BLOCK_D, PAIRS):
 
 
 @gluon.jit
-def mixed(x, BLOCK_D: gl.constexpr):
+def mix_columns(x, BLOCK_D: gl.constexpr):
     """Return [rows, BLOCK_D] in the order of `key_layout`: a step along d takes four neighbours of each of four threads."""
     ROWS: gl.constexpr = x.shape[0]
     if BLOCK_D == 64:
@@ -103,7 +103,7 @@ def keys_operand(tile, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, COLUMNS: gl
     """Return a tile of K as the left operand of K Q^T. After the conversion registers are renamed, and nothing moves."""
     layout: gl.constexpr = key_layout(BLOCK_N, BLOCK_D)
     keys = to_fp16(tile.reshape([BLOCK_N, BLOCK_D]).load(layout))
-    return gl.convert_layout(mixed(keys, BLOCK_D), left_operand(COLUMNS))
+    return gl.convert_layout(mix_columns(keys, BLOCK_D), left_operand(COLUMNS))
 
 
 @gluon.jit
@@ -124,7 +124,7 @@ def values_operand(tile, cursor, j, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def in_order(o):
+def sort_rows(o):
     """Return the output O^T [d, columns] with its rows in the order of d, after the order of `values_operand`."""
     BLOCK_D: gl.constexpr = o.shape[0]
     rows = o.reshape([BLOCK_D // 64, 4, 2, 8, o.shape[1]]).permute([1, 3, 0, 2, 4])
@@ -139,7 +139,7 @@ def store_queries(raw, target, PLAN: gl.constexpr):
     largest = gl.max(gl.abs(q), 1)
     power = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     power = gl.minimum(gl.maximum(power, 1.1754943508222875e-38), 8.507059173023462e37)  # 2^-126 to 2^126
-    target.store(mixed((q / power[:, None]).to(gl.float16), PLAN.block_d))
+    target.store(mix_columns((q / power[:, None]).to(gl.float16), PLAN.block_d))
     return power
 
 
@@ -166,7 +166,7 @@ def attend_fp8(results, q_desc, k_desc, v_desc, scales_ptr):
         piece = gl.to_tensor(0)
         while done < count:
             n = gl.minimum(cursor.blocks - cursor.j, count - done)
-            following = cache.advance(cursor.at_last())
+            following = cache.advance(cursor.last_block())
             mbarrier.wait(full.index(SLOTS), piece & 1)  # the queries have arrived
             power = store_queries(q_raw.index(0), q_tile, PLAN)
             # wgmma reads these queries through the async proxy, and TMA writes the next queries. Without the fence and the barrier,
@@ -216,8 +216,8 @@ def attend_fp8(results, q_desc, k_desc, v_desc, scales_ptr):
 
             total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
             rows = ((gl.arange(0, COLUMNS, columns), m, total),)
-            results.store(cursor, n, in_order(o * v_scale), rows, 1)
+            results.store(cursor, n, sort_rows(o * v_scale), rows, 1)
             done += n
             piece += 1
-            cursor = cache.advance(cursor.at_last())
+            cursor = cache.advance(cursor.last_block())
             thread_barrier()  # all warps have multiplied these queries: without it the next queries could overwrite them

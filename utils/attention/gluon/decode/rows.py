@@ -92,7 +92,7 @@ def consumer(share):
         share.v.release(it - 1)
         results.store(cursor, n, o, sums, 0)
         piece += 1
-        cursor = cache.advance(cursor.at_last())
+        cursor = cache.advance(cursor.last_block())
 
 
 @gluon.jit

@@ -48,7 +48,7 @@ SUMS = gl.constexpr(
 
 
 @gluon.jit
-def when_summed(rows):
+def finish_sums(rows):
     """Return the same `Rows` after a branch on the sums, so that the sums are computed before.
 
     Without it ptxas may move the exponentials after the wait for P V, and nothing overlaps.
@@ -101,7 +101,7 @@ def step(share, block, q, o, p, state, more, MASKED: gl.constexpr):
     top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
     top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
     p0, upper = half_softmax(s0, upper, top0, c, dtype, MASKED)
-    upper = when_summed(upper)
+    upper = finish_sums(upper)
     # Without this wait the next rescale would read unfinished sums, and TMA would overwrite V.
     o = wait_products(pv, 0, PLAN.block_d)
     share.v.release(block.number - 1)

@@ -12,7 +12,7 @@ that one of them reads the keys from memory, and the others find them in the L2.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.decode.blocks import when_used
+from utils.attention.gluon.decode.blocks import fresh_register
 from utils.attention.gluon.shared import aggregate
 
 CHUNK = gl.constexpr(128)  # number of sequences whose lengths a warp reads together, four in each lane
@@ -68,12 +68,12 @@ class Cursor:
     blocks: gl.tensor
 
     @gluon.jit
-    def behind(self, blocks):
+    def skip(self, blocks):
         """Return the cursor so many blocks further in the same head."""
         return Cursor(self.b, self.head, self.j + blocks, self.length, self.first, self.blocks)
 
     @gluon.jit
-    def at_last(self):
+    def last_block(self):
         """Return the cursor at the last block of this head."""
         return Cursor(self.b, self.head, self.blocks - 1, self.length, self.first, self.blocks)
 
@@ -102,12 +102,12 @@ class Cache:
 
     @gluon.jit
     def tile(self):
-        """Return the number of this program's tile of query rows. Computed here, what follows from it takes no registers before."""
-        return gl.to_tensor(0) if self.PLAN.cluster else when_used(gl.program_id(0))
+        """Return the number of this program's tile of query rows, in a new register: so nothing that depends on it stays in registers."""
+        return gl.to_tensor(0) if self.PLAN.cluster else fresh_register(gl.program_id(0))
 
     @gluon.jit
     def length(self, b):
-        """Return the number of keys of sequence b; a number behind the last sequence gives the last one's."""
+        """Return the number of keys of sequence b, or of the last sequence if b is behind it."""
         return gl.load(self.lens_ptr + gl.minimum(b, self.batch - 1), mask=self.lengths > 0, other=self.sk)
 
     @gluon.jit
@@ -186,7 +186,7 @@ class Cache:
     def advance(self, cursor):
         """Return the cursor at the program's next block."""
         if self.PLAN.cluster:
-            return cursor.behind(1 << self.bits)  # the programs of a cluster take the blocks of a head in turn
+            return cursor.skip(1 << self.bits)  # the programs of a cluster take the blocks of a head in turn
         j = cursor.j + 1
         over = j >= cursor.blocks
         j = gl.where(over, 0, j)
