@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from .reports import Report
 
+Places = dict[int, tuple[float, float]]  # {id of an event: (y, height) of its bar}
 # {unit: beginning of its row's name}. The rows of a partition are the partition, then the units of its operations.
 UNITS = {"partition": "", "tensor cores": "tensor cores: ", "cp.async": "cp.async: ", "TMA": "TMA: "}
 WAIT = "#a6a6a6"  # visible on a light and on a dark page
@@ -127,7 +128,6 @@ def plot_events(
 
     findings = [e for e in events if e.kind == "finding"]
     events = [e for e in events if e.kind != "finding"]
-
     if not events:
         raise ValueError("No events to draw: launch a kernel inside `with gluon_cpu.simulate(timeline=True) as run:`.")
     by_start = sorted(events, key=lambda e: (e.start, e.unit != "partition"))
@@ -135,37 +135,11 @@ def plot_events(
     rows = sorted(
         {(e.unit, e.partition) for e in events}, key=lambda row: (partitions.index(row[1]), list(UNITS).index(row[0]))
     )
-    lanes = _lanes(events)
-    deepest = {row: 1 + max(lanes[id(e)] for e in events if (e.unit, e.partition) == row) for row in rows}
     own = ax is None
     if ax is None:
         _, ax = plt.subplots(figsize=(9.6, 0.9 + 0.45 * len(rows)), layout="constrained")
     figure = cast("Figure", ax.figure)
-    first, last = window or (0.0, max(e.end for e in events))
-    longest = last - first
-    places: dict[int, tuple[float, float]] = {}
-    for e in events:
-        row = (e.unit, e.partition)
-        height = 0.8 / deepest[row]
-        y = rows.index(row) - 0.4 + height * (lanes[id(e)] + 0.5)
-        ax.barh(
-            y,
-            max(e.end - e.start, 1e-9),
-            left=e.start,
-            height=height,
-            color=COLORS.get(e.kind, "#888888"),
-            edgecolor="#8a8a8a" if e.kind in HATCHES else "white",
-            linewidth=0.0 if e.kind in HATCHES else 0.3,
-            hatch=HATCHES.get(e.kind, ""),
-        )
-        label = e.buffer if e.phase is None else f"{e.buffer} ({e.phase})"
-        if e.kind == "wgmma":  # the right operand is enough to name a product
-            label = label.split(" x ")[-1]
-        named = e.unit != "partition" or e.kind == "blocked"
-        shown = min(e.end, last) - max(e.start, first)
-        if named and deepest[row] <= 3 and 0.0085 * longest * len(label) < shown:
-            ax.text(max(e.start, first) + shown / 2, y, label, ha="center", va="center", fontsize=7, clip_on=True)
-        places[id(e)] = (y, height)
+    places = _draw_bars(ax, events, rows, window or (0.0, max(e.end for e in events)))
     if report is not None:
         _draw_finding(ax, events, findings, report, places, rows)
     ax.set_yticks(range(len(rows)), [UNITS[unit] + partition for unit, partition in rows])
@@ -188,13 +162,38 @@ def plot_events(
     return figure, ax
 
 
+def _draw_bars(ax: Axes, events: list[Event], rows: list[tuple], window: tuple[float, float]) -> Places:
+    """Draw a bar for each event, with its name if there is room, and return the places of the bars."""
+    lanes, places = _lanes(events), Places()
+    deepest = {row: 1 + max(lanes[id(e)] for e in events if (e.unit, e.partition) == row) for row in rows}
+    first, last = window
+    for e in events:
+        row = (e.unit, e.partition)
+        height = 0.8 / deepest[row]
+        y = rows.index(row) - 0.4 + height * (lanes[id(e)] + 0.5)
+        ax.barh(
+            y,
+            max(e.end - e.start, 1e-9),
+            left=e.start,
+            height=height,
+            color=COLORS.get(e.kind, "#888888"),
+            edgecolor="#8a8a8a" if e.kind in HATCHES else "white",
+            linewidth=0.0 if e.kind in HATCHES else 0.3,
+            hatch=HATCHES.get(e.kind, ""),
+        )
+        label = e.buffer if e.phase is None else f"{e.buffer} ({e.phase})"
+        if e.kind == "wgmma":  # the right operand is enough to name a product
+            label = label.split(" x ")[-1]
+        named = e.unit != "partition" or e.kind == "blocked"
+        shown = min(e.end, last) - max(e.start, first)
+        if named and deepest[row] <= 3 and 0.0085 * (last - first) * len(label) < shown:
+            ax.text(max(e.start, first) + shown / 2, y, label, ha="center", va="center", fontsize=7, clip_on=True)
+        places[id(e)] = (y, height)
+    return places
+
+
 def _draw_finding(
-    ax: Axes,
-    events: list[Event],
-    findings: list[Event],
-    report: Report,
-    places: dict[int, tuple[float, float]],
-    rows: list,
+    ax: Axes, events: list[Event], findings: list[Event], report: Report, places: Places, rows: list[tuple]
 ) -> None:
     """Frame the bars of a report, and draw the missing order as an arrow."""
     red = "#b3423a"
