@@ -13,7 +13,7 @@ from utils.attention.masks.blocks import synchronize
 from utils.attention.masks.mask_mods import captures, name_of
 from utils.attention.problem import Attend, AttentionUnsupported, Bound, Problem
 
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # the modes of torch.compile
 
 
 class Recompiled(RuntimeError):

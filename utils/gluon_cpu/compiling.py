@@ -76,7 +76,7 @@ class Request:
     signature: dict[str, str]  # Triton's types of the parameters, without the constants
     constants: dict[str, object]  # values of the gl.constexpr parameters
     aligned: list[str]  # parameters whose values are multiples of 16, as a launch tells the compiler
-    num_warps: int  # of the default partition
+    num_warps: int  # warps of the default partition
     capability: int = offline.HOPPER
 
 

@@ -300,7 +300,7 @@ def _meaning_of(function):
 def _resolve(function):
     try:
         ours = TABLE.get(function)
-    except TypeError:  # not hashable
+    except TypeError:  # the function has no hash
         ours = None
     if ours is not None:
         return ours

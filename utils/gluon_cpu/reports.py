@@ -62,7 +62,7 @@ class Report:
         lines = [f"{self.kind}{who}, program {self.program}:", f"    {self.message}"]
         if self.site.line:
             lines.append(f"  at {self.site}")
-        lines += [f"  called from {site}" for site in self.callers[:2]]  # two are enough: a recursion has hundreds
+        lines += [f"  called from {site}" for site in self.callers[:2]]  # a recursion has hundreds of them
         return "\n".join(lines)
 
 

@@ -71,7 +71,7 @@ class Partition:
             mine.learn(its)
 
     def label(self, block: Block) -> str:
-        """Return the name of the partition, in a cluster with the block."""
+        """Return the name of the partition, and in a cluster also the number of the block."""
         return f"{self.name}, block {block.index} of the cluster" if len(self.blocks) > 1 else self.name
 
 

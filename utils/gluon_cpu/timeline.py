@@ -44,7 +44,7 @@ COLORS = {
 # The hatching of a wait shows its reason; a wait for a barrier has none.
 HATCHES = {"wgmma wait": "///", "copy wait": "...", "blocked": "xx"}
 LABELS = {
-    "wgmma": "product",  # of tcgen05, too
+    "wgmma": "product",  # products of tcgen05 have this kind, too
     "wait": "wait: barrier",
     "wgmma wait": "wait: product",
     "copy wait": "wait: copy",

@@ -27,7 +27,7 @@ from utils.newest import Newest
 _PLAIN, _requires_grad = {torch.Tensor, torch.nn.Parameter}, operator.attrgetter("requires_grad")
 _empty_strided = torch._C._dynamo.guards._empty_strided_cuda
 KEPT: Newest[tuple, Any] = Newest(4096)
-_BOUND: Newest[tuple, list] = Newest(4096)  # packed launches, by handles, stream and addresses
+_BOUND: Newest[tuple, list] = Newest(4096)  # {(handles, stream, addresses): packed launches}
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has not used CUDA before
 _CLUSTER, _CLUSTER_POLICY, _EARLY = 4, 5, 6  # CUlaunchAttributeID
 _TMA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
@@ -114,7 +114,7 @@ class Handle:
                 by default tensor i begins at address i.
         """
         places = places or [(i, 0) for i in range(len(leading))]
-        self.index, self.kept = index, [compiled, *(x for x in rest if isinstance(x, torch.Tensor))]
+        self.index, self.references = index, [compiled, *(x for x in rest if isinstance(x, torch.Tensor))]
         metadata, declared = compiled.metadata, parameters(compiled.asm["ptx"])
         (x, y, z), boxes = (*grid, 1, 1)[:3], iter(getattr(metadata, "tensordesc_meta", None) or ())
         values: list = []  # for each parameter a number, or the place of a tensor
@@ -155,8 +155,8 @@ class Handle:
         if cluster == 16:  # a cluster above 8 blocks must be allowed: not every GPU can have one
             _check(_driver().cuFuncSetAttribute(self.function, 14, 1))
         # an array of CUlaunchAttribute
-        self.held = ctypes.create_string_buffer(b"".join(struct.pack("I4x3I52x", *x) for x in attributes))
-        self.attributes = ctypes.addressof(self.held), len(attributes)
+        self.attribute_memory = ctypes.create_string_buffer(b"".join(struct.pack("I4x3I52x", *x) for x in attributes))
+        self.attributes = ctypes.addressof(self.attribute_memory), len(attributes)
         self.blocks = x * cluster, y, z, 32 * metadata.num_warps, 1, 1, metadata.shared
 
     def bind(self, stream: int, addresses: Sequence[int]) -> tuple:

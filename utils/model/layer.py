@@ -339,7 +339,7 @@ def _prefill_mask(layer: torch.nn.Module, hidden_states: torch.Tensor, attended:
     query_position, key_position = torch.arange(length, device=device)[:, None], torch.arange(attended, device=device)
     visible = (key_position <= query_position) & (key_position > query_position - window)
     mask = _attention_mask(layer, visible, hidden_states.dtype)
-    if not (is_capturing(hidden_states) or torch.compiler.is_compiling()):  # graphs own their tensors
+    if not (is_capturing(hidden_states) or torch.compiler.is_compiling()):  # graphs free their tensors
         _PREFILL_MASKS[key] = mask
     return mask
 

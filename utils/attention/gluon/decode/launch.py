@@ -28,6 +28,10 @@ from utils.kernels.handle import Handle
 from utils.newest import Newest
 
 LOG2_E = math.log2(math.e)
+EVICT_FIRST, EVICT_NORMAL = (
+    0x12F0000000000000,
+    0x1000000000000000,
+)  # CUTLASS's numbers for the L2's policies of TMA copies
 
 
 def decode(
@@ -153,7 +157,7 @@ class Launch:
         heads, rows = kv_heads * found.tiles, shape.rows
         self.sizes: tuple = stride, batch, kv_heads, rows, sq, keys, left, right, int(lengths), page_bits, pages
         self.sizes += head_dim, int(found.whole), max(found.parts.bit_length() - 1, 0)
-        self.sizes += scale * LOG2_E, policy_of(found.hint)
+        self.sizes += scale * LOG2_E, EVICT_FIRST if found.hint else EVICT_NORMAL
         ends = 2 * found.tiles * found.programs * plan.columns * (plan.block_d + 2)
         self.merge_sizes: tuple = found.tiles, rows, plan.columns, plan.block_d.bit_length() - 1, head_dim, ends
         self.merge_sizes += (scale * LOG2_E,)
@@ -235,11 +239,6 @@ class Launch:
             shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
             twin.metadata = compiled.metadata._replace(shared=shared)
         return twin
-
-
-def policy_of(first_to_leave: bool) -> int:
-    """Return the L2's policy for TMA copies, evict_first or normal, as the numbers from CUTLASS."""
-    return 0x12F0000000000000 if first_to_leave else 0x1000000000000000
 
 
 def _tma_strides(shape, strides, fitting: int = 8) -> list[int]:

@@ -90,8 +90,8 @@ class Cache:
     rows: gl.tensor  # query rows of a head of keys: query heads of its group times new tokens
     sq: gl.tensor  # new tokens
     sk: gl.tensor  # keys of every sequence, if there are no lengths
-    left: gl.tensor  # a query sees keys after its position minus this
-    right: gl.tensor  # and up to its position plus this
+    left: gl.tensor  # a query sees keys from its position - left + 1 on
+    right: gl.tensor  # and keys up to its position + right
     lengths: gl.tensor  # 1: `lens_ptr` has the length of each sequence
     page_bits: gl.tensor  # logarithm of the tokens of a page; 30 for a cache in one piece
     pages: gl.tensor  # columns of the block table; 0 for a cache in one piece
