@@ -5,8 +5,8 @@ the second buffer. It does not see copies: a TMA store or a wgmma may read the f
 compiler adds no wait. The simulator gives each buffer its own memory, so it compares times instead of bytes: the first use of
 the second buffer must know the end of all copies and products in the first buffer.
 
-A pair is reported only if the text lets the buffers share memory. Both allocations are in one function or in its calls, the
-second allocation is in no loop without the first, and no later line has a name of the first buffer or of its views in this run.
+A pair is reported only if the text lets the buffers share memory. Both allocations are in one function or in its calls. Every
+loop around the second is also around the first. No later line has a name of the first buffer or of its views in this run.
 If one line allocates both buffers, in two turns of a loop, they are the same memory.
 """
 
