@@ -55,7 +55,7 @@ class MBarrier:
         self.arrived = Knowledge({}, {})  # the knowledge of all arrivals in this phase
         self.over = Knowledge({}, {})  # the knowledge of all arrivals in phases that have ended
         self.waited: set[int] = set()  # phases for which some partition has waited
-        self.doubts: dict[int, tuple] = {}  # {phase: (what, where, who)} of an arrival that might count for it
+        self.doubts: dict[int, tuple] = {}  # {phase: (what, where, who)} of arrivals that might count for it
         self.users: Clock = {}  # the last arrival or wait of each partition
 
     @property

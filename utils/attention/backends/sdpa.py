@@ -159,7 +159,7 @@ def separate_rows(q: torch.Tensor) -> torch.Tensor:
 
 
 def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bound:
-    """Bind a pinned backend, or for None torch's own choice, which gets documents as a mask and not as sequences."""
+    """Bind a pinned backend. None binds torch's own choice, which gets documents as a mask, and not as sequences."""
     plain = problem.plain() or problem
     if backend is None and plain.sq != problem.sq:
         plain = problem

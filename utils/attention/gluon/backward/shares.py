@@ -34,7 +34,7 @@ class Share:
     def tell(self, part, turn):
         """Producer: tell the other roles this program's part number `turn`; a negative key means that there is none."""
         slot = turn & 1
-        mbarrier.wait(self.empty.index(slot), ((turn >> 1) & 1) ^ 1)  # roles may still read the part before the last
+        mbarrier.wait(self.empty.index(slot), ((turn >> 1) & 1) ^ 1)  # without it a role may still read this slot
         fields = (part.key, part.stop, part.batch, part.kv_head, part.lo, part.first)
         fields += (part.end, part.hi, part.at, part.count, part.slot)
         for i in gl.static_range(11):

@@ -18,7 +18,7 @@ def attend_of(plan: Plan):
 
 
 def compile_decode(plan: Plan | None, dtype: str = "bf16") -> Assembly:
-    """Compile the kernel of a plan, or for None the kernel of the second launch, for sm_90a."""
+    """Compile the kernel of a plan for sm_90a. None compiles the kernel of the second launch."""
     from triton.experimental.gluon import language as gl
 
     from utils.attention.gluon.decode.kernel import attention_decode
