@@ -26,7 +26,7 @@ from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, compile_gluon
 
 
 def errors(module, batch, heads, kv_heads, sq, sk, head_dim, causal, dtype=torch.float16, seed=None):
-    """The errors of the output, relative, and of the log-sum-exp, against float64."""
+    """Return the relative error of the output and the largest error of the log-sum-exp, against float64."""
     torch.manual_seed(1)
     q = torch.randn(batch, heads, sq, head_dim).to(dtype)
     k, v = (torch.randn(batch, kv_heads, sk, head_dim).to(dtype) for _ in "kv")
