@@ -63,9 +63,7 @@ class Exchange:
             return Tensor(BARRIER, gl.int32)
         if "barrier.cluster.wait.acquire" in text and "mov.u32 $0, 0" not in text:  # `join`
             return Tensor(BARRIER + 16, gl.int32)
-        if (
-            "barrier.cluster" in text or "mbarrier.try_wait" in text
-        ):  # in the second run there is nothing to wait for
+        if "barrier.cluster" in text or "mbarrier.try_wait" in text:  # in the second run there is nothing to wait for
             return Tensor(0, gl.int32)
         return self.others(asm, constraints, args, dtype, is_pure, pack)
 

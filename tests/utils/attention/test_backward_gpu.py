@@ -126,7 +126,7 @@ def test_training_goes_through_the_door(way):
     assert last_run().backend == "gluon"
 
 
-@pytest.mark.parametrize("shape", [(2, 12, 3, 1, 640, 128), (1, 4, 4, 128, 4096, 256)])  # at 256 the keys of dQ are cut into pieces
+@pytest.mark.parametrize("shape", [(2, 12, 3, 1, 640, 128), (1, 4, 4, 128, 4096, 256)])  # at 256 the keys are cut
 def test_few_queries_over_more_keys_have_gradients(shape):
     q, k, v, dout = draw(*shape, torch.bfloat16)  # without gradients, the decode kernel takes these
     check(torch.autograd.grad(attention(q, k, v, backend="gluon"), (q, k, v), dout), q, k, v, dout)

@@ -179,7 +179,7 @@ def test_what_is_chosen_fits_the_call():
         (Shape(1, 2, 2, 4, 1600, 128), 32, 16, False),  # few bytes for each of few programs of a cluster
         (Shape(1, 4, 2, 1, 116800, 128), 132, 0, False),  # four heads too long for clusters of sixteen
         (Shape(1, 4, 4, 3, 256, 128), 8, 2, False),  # no more programs than blocks
-        (Shape(4, 8, 4, 1, 1024, 128, lengths=True), 64, 2, False),  # short: equal shares, although all wait for the longest sequence
+        (Shape(4, 8, 4, 1, 1024, 128, lengths=True), 64, 2, False),  # short, so all may wait for the longest
         (Shape(4, 8, 4, 1, 8192, 128, lengths=True), 132, 0, False),
         (Shape(8, 8, 4, 1, 8192, 128), 128, 2, False),
         (Shape(16, 8, 8, 1, 8192, 128), 128, 0, True),  # nearly as many heads as SMs

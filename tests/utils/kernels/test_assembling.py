@@ -1,4 +1,4 @@
-"""Copies of kernels that are assembled from another PTX: when they are loaded, what gets the L2's policy, which products are narrow."""
+"""Copies of kernels that are assembled from another PTX: when they are loaded, what gets the L2 policy, which products become narrow."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ PTX = f"""
 
 
 def test_a_copy_is_loaded_by_itself(monkeypatch):
-    """What was loaded before was told to the driver with the shared memory that Triton knows of."""
+    """A copy must not be taken for loaded: the original was loaded with the shared memory that Triton knows of."""
     monkeypatch.setattr(assembling, "assemble", lambda ptx: b"cubin")
     compiled = SimpleNamespace(module=1, function=2, _run=3, metadata="its own", asm={"ptx": PTX})
     twin = reassemble(compiled, policy_copies)
@@ -30,7 +30,7 @@ def test_a_copy_is_loaded_by_itself(monkeypatch):
 def test_copies_of_four_dimensions_get_the_policy_of_the_argument():
     ptx = policy_copies(PTX)
     assert ptx.count(".L2::cache_hint") == 2
-    with pytest.raises(ValueError, match="no TMA copy"):  # none is given a policy twice
+    with pytest.raises(ValueError, match="no TMA copy"):  # no copy gets a policy twice
         policy_copies(ptx)
     *_, others, keys, values, barrier = ptx.strip().splitlines()
     assert "cache_hint" not in others + barrier
