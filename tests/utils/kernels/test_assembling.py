@@ -1,4 +1,4 @@
-"""Copies of kernels that are assembled from another PTX: when they are loaded, what gets the L2 policy, which products become narrow."""
+"""Copies of kernels, assembled from another PTX: when they are loaded, what gets the L2 policy, which products become narrow."""
 
 from types import SimpleNamespace
 
