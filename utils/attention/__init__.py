@@ -9,12 +9,12 @@
     attend = prepare(q, k, v, mask_mod=causal, backend="flex")  # built, compiled and run once; attend() is guarded
     backend_table()                                             # which backends run on this machine, and why others do not
 
-`problem.py` defines the question and a backend, `call.py` is the door and `decode.py` the one for caches, `choosing.py`
-the automatic order, `reference.py` the float64 specification, `masks/` has mask functions and score modifiers,
-`backends/` one file a library, and `gluon/` the course's own kernels: one in five steps, and one for decode.
+`problem.py` defines a problem and a backend. `call.py` is the door to attention, and `decode.py` the door for caches.
+`choosing.py` has the automatic order, `reference.py` the float64 specification, `masks/` mask functions and score modifiers,
+`backends/` one file a library, and `gluon/` the course's own kernels.
 """
 
-# ruff: noqa: F401 (what is imported here is what the package offers)
+# ruff: noqa: F401 (these imports are the names of the package)
 from utils.attention.backends import BACKENDS, able_backends, find_backend
 from utils.attention.call import Run, attention, backend_table, last_run, prepare, proof
 from utils.attention.decode import attention_decode, decode_reference

@@ -1,4 +1,4 @@
-"""The door to attention: one plain call, one prepared call, and who computed it.
+"""The door to attention: a plain call, a prepared call, and the record of the backend that ran.
 
 out = attention(q, k, v, causal=True)            # "auto": the best backend that can do it
 last_run().backend                               # which backend that was
@@ -17,9 +17,9 @@ import torch
 from utils.attention.backends import BACKENDS, able_backends, find_backend
 from utils.attention.choosing import rank_backends
 from utils.attention.masks.blocks import BlockSize, block_sizes
-from utils.attention.masks.mask_mods import MaskMod, captured
+from utils.attention.masks.mask_mods import MaskMod, captures
 from utils.attention.masks.mask_mods import causal as causal_mask
-from utils.attention.masks.score_mods import ScoreMod, learned
+from utils.attention.masks.score_mods import ScoreMod, trains
 from utils.attention.prepared import MODES, Prepared, compiled_graphs, compiled_versions
 from utils.attention.problem import (
     NO_OPTIONS,
@@ -36,8 +36,8 @@ from utils.benchmark.profiling import launched
 from utils.kernels.handle import KEPT, layout, needs_grad
 from utils.newest import Newest
 
-# A function of torch.compile beyond its limit of eight versions would silently run unfused, fifty times slower.
-# The bound functions that `attention` keeps may be called with many layouts: allow more, and raise after that.
+# With more than eight versions, a function of torch.compile would silently run unfused, fifty times slower. `attention` may call
+# its kept functions with many layouts: allow more versions, and raise an error beyond these.
 _MANY_VERSIONS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
 
 _compiled: Newest[tuple[str, Problem, tuple], Bound] = Newest(256)
@@ -52,7 +52,7 @@ class Run:
         backend: the name of the backend that ran.
         problem: the problem that it solved.
         passed_over: (name, reason) of the better backends that could not do it ("auto").
-        why: why "auto" took the backend; "" for a backend that was asked for.
+        why: why "auto" took the backend; "" for a backend that the caller named.
     """
 
     backend: str
@@ -90,11 +90,11 @@ def attention(
         window: a query sees only keys fewer than this many positions away (causal: its own and those before).
         mask_mod: (b, h, q, k) -> bool, True where query q of sequence b and head h sees key k. It compares index with
             index: for Sq < Sk, masks.at_offset(mask, Sk - Sq) aligns the last query with the last key. Pass the same
-            function object at each call: a new one is compiled anew.
+            function object at each call: each new object is compiled anew.
         score_mod: (score, b, h, q, k) -> score, applied before the softmax.
-        seqlens: keys of each sequence, (B,) int32: what lies behind them is not seen. The last query is at a sequence's
+        seqlens: number of keys of each sequence, (B,) int32; no query sees later keys. The last query is at a sequence's
             last key, as in `attention_decode`. Reading the numbers waits for the GPU.
-        cu_seqlens: sequences packed one behind the other begin at these tokens, int32 from 0 to Sq. They see themselves only.
+        cu_seqlens: first tokens of packed sequences, int32 from 0 to Sq. A sequence sees only itself.
         sink: (H,), a score of each head that takes its share of the softmax and adds nothing to the output (gpt-oss).
         return_lse: return (output, log-sum-exp): the logarithm of the sum of exp(score) of each query (B, H, Sq) in fp32,
             minus infinity for a query that sees nothing; the sink is part of the sum.
@@ -110,7 +110,7 @@ def attention(
         given |= dict(return_lse=return_lse, backend=backend)
         if not compiling:
             return _compose(q, k, v, seqlens, cu_seqlens, sink, given)
-        # The decision is Python that no graph can hold.
+        # The decision is Python code, and no graph can hold it.
         from utils.attention.uncompiled import call_outside_of_graphs
 
         return call_outside_of_graphs(attention, q, k, v, seqlens=seqlens, cu_seqlens=cu_seqlens, sink=sink, **given)
@@ -124,12 +124,12 @@ def attention(
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
-                pass  # the full decision below says which backend refuses and why; "auto" then tries the next one
-        KEPT.pop(key, None)  # another thread may have dropped it
+                pass  # the full decision below says which backend refuses and why; "auto" then tries the next backend
+        KEPT.pop(key, None)  # another thread may have removed it
     functions: dict = {"mask_mod": mask_mod, "score_mod": score_mod}
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, **functions, with_lse=return_lse)
     refusals: dict[str, str] = {}
-    read = captured(mask_mod)
+    read = captures(mask_mod)
     while True:
         chosen, options, run = _choose(problem, NO_OPTIONS, backend, refusals)
         try:
@@ -137,24 +137,24 @@ def attention(
             bound = _compiled.get(kept) or chosen.bind_problem(problem, options)
             if chosen.compiles:
                 if kept not in _compiled and len(_compiled) == _compiled.most:
-                    KEPT.clear()  # decisions would keep alive the block mask of the one that is dropped
+                    KEPT.clear()  # otherwise its decisions would keep the block mask of a dropped function alive
                 _compiled[kept] = bound
             with torch._dynamo.config.patch(_MANY_VERSIONS) if bound.source else nullcontext():
                 out = (bound.first or bound.call)(q, k, v)
             break
-        except Refused as refusal:  # a library that says no only when it is called
+        except Refused as refusal:  # some libraries refuse only when they are called
             refusals[chosen.name] = str(refusal)
     bound.first, _last = None, run
     if key is not None and _may_be_kept(bound):
         graphs = None if bound.source is None else compiled_graphs()  # counting them imports Triton
-        # Not in the key, so that each call asks for it: if more graphs were compiled since, a call is decided anew, and
-        # there an eager fallback is an error.
+        # The number of graphs is not in the key, so each call compares it: after further compilations a call is decided anew,
+        # and an eager fallback is an error there.
         KEPT[key] = bound.call if bound.again is None else bound.again(q, k, v), run, graphs
     return out
 
 
 def _compose(q, k, v, seqlens, cu_seqlens, sink, arguments: dict):
-    """Attend with lengths as a mask, and with the sink applied to the output of an attention without it."""
+    """Compute attention with lengths as a mask, and apply the sink to the output of an attention without a sink."""
     make_problem(q, k, v, causal=arguments["causal"], window=arguments["window"], with_lse=arguments["return_lse"])
     if seqlens is not None and cu_seqlens is not None:
         raise ValueError("seqlens and cu_seqlens were both given: sequences are padded, or packed.")
@@ -172,17 +172,17 @@ def _compose(q, k, v, seqlens, cu_seqlens, sink, arguments: dict):
     if sink is None:
         return attention(q, k, v, **arguments)
     types = dict.fromkeys((torch.float32, q.dtype))
-    check_tensor("sink", sink, (q.shape[1],), q.device, *types)  # a score of each head
+    check_tensor("sink", sink, (q.shape[1],), q.device, *types)  # it has a score for each head
     out, lse = attention(q, k, v, **(arguments | {"return_lse": True}))
-    # Minus infinity is no sink: as the least number it leaves rows that see no key at zero too.
+    # A sink of minus infinity becomes the least number, so that rows without a key stay at zero.
     score = sink.float()[:, None].clamp(min=torch.finfo(torch.float32).min)
-    # exp(lse) / (exp(lse) + exp(sink)) is what the sink leaves of each weight.
+    # The sink scales each weight by exp(lse) / (exp(lse) + exp(sink)).
     out = (out * torch.sigmoid(lse - score)[..., None]).to(out.dtype)
     return (out, torch.logaddexp(lse, score)) if arguments["return_lse"] else out
 
 
 def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backend) -> tuple | None:
-    """Return all that decides which backend computes a call and how; None if the call must be decided anew.
+    """Return the key of a call: everything that decides its backend and its launch. None: the call must be decided anew.
 
     Arguments of unusual types have no key: True and 1 would be equal keys, and 1 is no legal value of `causal`.
     """
@@ -191,29 +191,29 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backen
     if not causal.__class__ is return_lse.__class__ is bool:
         return None
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return None  # fake tensors and vmap: their tensors have no memory that a kernel could read
+        return None  # tensors of fake modes and of vmap have no memory for a kernel
     if scale.__class__ not in _NUMBERS or window.__class__ not in _WHOLE_NUMBERS:
         return None
     try:
         hash((mask_mod, score_mod, backend))
-        functions = mask_mod, score_mod, mask_mod is not None and captured(mask_mod)
-        grad = needs_grad(q, k, v), learned(score_mod)
+        functions = mask_mod, score_mod, mask_mod is not None and captures(mask_mod)
+        grad = needs_grad(q, k, v), trains(score_mod)
         return backend, causal, scale, window, functions, return_lse, grad, layout(q, k, v)
     except (RuntimeError, TypeError):
-        return None  # sparse and nested tensors have no strides: they are refused, like what cannot be hashed
+        return None  # sparse and nested tensors have no strides; they are refused later, like arguments without a hash
 
 
 _NUMBERS, _WHOLE_NUMBERS = (float, int, type(None)), (int, type(None))
 
 
 def _may_be_kept(bound: Bound) -> bool:
-    """Whether a later call may use `bound.call` as it is.
+    """Whether a later call may use `bound.call` without a new decision.
 
-    A compiled function may be used again while it has fewer versions than torch.compile allows: a call that needs
-    another version then compiles it, and does not silently run unfused; `Decision.graphs` tells of it.
+    A compiled function may be used again while it has fewer versions than torch.compile allows: then a call that needs a
+    new version compiles it, and does not silently run unfused. The number of graphs shows the compilation.
     """
     if bound.source is None:
-        # A function in _compiled may hold a mask: it is alive anyway.
+        # A function in _compiled may hold a mask, because it is alive anyway.
         return bound.light or any(bound is kept for kept in _compiled.values())
     return compiled_versions(bound.source) < torch._dynamo.config.recompile_limit
 
@@ -223,9 +223,9 @@ def _choose(problem: Problem, given: Options, name: str, refusals: dict[str, str
 
     Args:
         problem: the problem.
-        given: the options that the caller gave.
+        given: the options of the caller.
         name: a backend or "auto".
-        refusals: {backend: reason} of the libraries that have said no when they were called.
+        refusals: {backend: reason} of the libraries that have refused when they were called.
     """
     auto = name == "auto"
     ranking = rank_backends(problem, given) if auto else {find_backend(name).name: ""}
@@ -242,9 +242,9 @@ def _choose(problem: Problem, given: Options, name: str, refusals: dict[str, str
     if auto:
         reason = f"no backend in its order can do this; {last} says: {reason}"
     others = able_backends(problem, given)
-    if not others and given.given:
+    if not others and given.option_names:
         others = able_backends(problem)
-        reason = f"{reason.rstrip('.')}, and no other backend can do it with {' and '.join(given.given)} given"
+        reason = f"{reason.rstrip('.')}, and no other backend can do it with {' and '.join(given.option_names)} given"
     raise AttentionUnsupported(name, reason, tuple(other for other in others if other != name))
 
 
@@ -263,12 +263,11 @@ def prepare(
     mode: str | None = None,
     kernel_options: dict | None = None,
 ) -> Prepared:
-    """Prepare attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D): bound, compiled and called once.
+    """Prepare attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D): bind a backend, compile it and call it once.
 
-    Beside the arguments of `attention` there are three for the backends that take them: `block_size`, the tokens of a
-    block of the block mask, or (queries, keys), 128 by default; torch.compile's `mode`; and FlexAttention's
-    `kernel_options`, over those that the block size makes necessary. With backend="auto", `settings["backend"]` of the
-    result says which one it is, and `settings["picked_because"]` why.
+    Some backends take further arguments: `block_size`, the tokens of a block of the block mask, or (queries, keys), 128 by
+    default; torch.compile's `mode`; and FlexAttention's `kernel_options`, which replace the options for the block size. With
+    backend="auto", `settings["backend"]` of the result names the backend, and `settings["picked_because"]` says why.
     """
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
     if mode is not None and mode not in MODES:
@@ -292,7 +291,7 @@ def last_run() -> Run | None:
 
 
 def record_run(run: Run) -> None:
-    """Note who computed an attention that did not come through `attention`, for `last_run`."""
+    """Set the record for `last_run`, after an attention that `attention` has not computed."""
     global _last
     _last = run
 

@@ -5,9 +5,9 @@
     out = attention_decode(q, keys, values, kv_scales=scales)                          # keys, values in float8_e4m3fn
     last_run().backend                                                                 # which backend that was
 
-Where all sequences are as long as the cache, `attention(q, k, v, causal=True)` is the same. On a Hopper GPU both run the
-decode kernel of `utils/attention/gluon/decode`. Elsewhere the cache is gathered and masked for torch's
-`scaled_dot_product_attention`: right on every machine, but it copies a cache in pages at every call.
+If all sequences fill the cache, `attention(q, k, v, causal=True)` computes the same. On a Hopper GPU both run the decode
+kernel of `utils/attention/gluon/decode`. On other machines the cache is gathered and masked for torch's
+`scaled_dot_product_attention`. This works everywhere, but copies a cache in pages at every call.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from utils.attention.backends import find_backend
-from utils.attention.backends.sdpa import apart
+from utils.attention.backends.sdpa import separate_rows
 from utils.attention.call import Run, record_run
-from utils.attention.problem import AttentionUnsupported, Problem, finite, make_problem
+from utils.attention.problem import AttentionUnsupported, Problem, finite_scale, make_problem
 from utils.attention.reference import reference
 from utils.attention.sequences import check_tensor, clear_behind, mask_by_ends, read_lengths
 from utils.machine.device import Support
@@ -29,7 +29,7 @@ from utils.newest import Newest
 BACKENDS = ("gluon", "sdpa")  # in the order in which "auto" tries them
 
 
-# Who computes arguments of some shapes, and the kernel's entry if it is Gluon's: a decode step takes microseconds.
+# The decision for arguments of some shapes: the record, and the kernel's entry for Gluon. A decode step takes microseconds.
 _decided: Newest[tuple, tuple[Run, Callable[..., torch.Tensor] | None]] = Newest(512)
 
 
@@ -48,9 +48,9 @@ def attention_decode(
 ) -> torch.Tensor:
     """Compute attention of the newest tokens q (B, H, Sq, D) over a cache: the output (B, H, Sq, D).
 
-    The new tokens are in the cache already, and the last query of a sequence is at its last key: with `seqlens`, query i
-    of sequence b is at position seqlens[b] - Sq + i. The cache after a sequence's last key never enters a result, so it
-    may be uninitialized. A query that sees no key gets zeros.
+    The cache already holds the new tokens, and the last query of a sequence is at its last key: with `seqlens`, query i of
+    sequence b is at position seqlens[b] - Sq + i. The cache after a sequence's last key never enters a result, so it may be
+    uninitialized. A query that sees no key gets zeros.
 
     Args:
         q: queries (B, H, Sq, D).
@@ -59,17 +59,17 @@ def attention_decode(
         v_cache: values, of the same shape.
         seqlens: tokens of each sequence in the cache, the new ones included: (B,) int32 on the device of q. None: the
             whole cache. Its numbers are checked on a CPU only: reading them would wait for a GPU.
-        block_table: (B, pages) int32: where the sequence's tokens 0 .. page - 1, page .. 2 page - 1, ... are. Entries
-            behind the sequence's last page may be anything. Checked on a CPU only. Needs `seqlens`.
-        kv_scales: for a cache in float8_e4m3fn, whose keys and values are these factors times its numbers: (2, Hkv) fp32,
-            of the keys and of the values of each head. Needed there, and nowhere else.
+        block_table: (B, pages) int32: numbers of the pages with a sequence's tokens 0 .. page - 1, page .. 2 page - 1, ...
+            Entries behind the sequence's last page may be anything. Checked on a CPU only. Needs `seqlens`.
+        kv_scales: required for a cache in float8_e4m3fn, and only for it: (2, Hkv) fp32, a factor for the keys and a factor
+            for the values of each head. The keys and values are the cache's numbers times these factors.
         causal: whether a query sees keys up to its own position only.
         scale: of the scores, 1/sqrt(D) by default.
         window: a query sees only keys fewer than this many positions away (causal: its own and those before).
         backend: "gluon", "sdpa", or "auto": gluon where it can, else sdpa.
     """
     if scale is not None and scale.__class__ is not float:
-        scale = finite(scale)  # a tensor may have another value at the next call
+        scale = finite_scale(scale)  # the value of a tensor may change before the next call
     given = q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
     if torch.compiler.is_compiling() and not needs_grad:
@@ -78,7 +78,7 @@ def attention_decode(
 
 
 def _decode(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend: str) -> torch.Tensor:
-    """Compute `attention_decode` as it was decided for arguments of these shapes, strides and types."""
+    """Compute `attention_decode` by the decision for arguments of these shapes, strides and types."""
     tensors = q, k_cache, v_cache, seqlens, block_table, kv_scales
     key = (*map(_kind, tensors), causal, scale, window, backend, torch.is_grad_enabled())
     if (decision := _decided.get(key)) is None:
@@ -107,7 +107,7 @@ def _attention_decode_whole(
     window: int | None,
     backend: str,
 ) -> torch.Tensor:
-    """`attention_decode` as one operator: torch.compile cannot trace how the backend is chosen, and need not."""
+    """Compute `attention_decode` as one operator: torch.compile cannot trace the choice of a backend, and need not."""
     given = q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend
     return _decode(*given).contiguous()
 
@@ -150,7 +150,7 @@ def gluon_takes(problem: Problem, pages: torch.Tensor | None = None, fp8: bool =
 
 
 def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, seqlens: torch.Tensor) -> torch.Tensor:
-    """Copy a cache in pages (P, Hkv, page, D) to (B, Hkv, pages x page, D); entries that are no page read page 0."""
+    """Copy a cache in pages (P, Hkv, page, D) to (B, Hkv, pages x page, D). Invalid entries of the table read page 0."""
     pages, kv_heads, page, head_dim = cache.shape
     valid = (block_table >= 0) & (block_table < pages)
     if cache.device.type == "cpu":
@@ -163,7 +163,7 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor, seqlens: torch.
 
 
 def _in_one_piece(k_cache, v_cache, seqlens, block_table, kv_scales, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return keys and values (B, Hkv, S, D); those of an fp8 cache are multiplied, and rounded once to a type."""
+    """Return keys and values (B, Hkv, S, D). An fp8 cache is multiplied by its scales and rounded once, to `dtype`."""
     caches = [k_cache, v_cache]
     if kv_scales is not None:
         caches = [(x.to(kv_scales.dtype) * s[:, None, None]).to(dtype) for x, s in zip(caches, kv_scales, strict=True)]
@@ -180,7 +180,7 @@ def decode_reference(
     kv_scales: torch.Tensor | None = None,
     **arguments,
 ) -> torch.Tensor:
-    """Return the output of `attention_decode`, whose arguments these are, in float64, sequence by sequence.
+    """Return the output of `attention_decode` in float64, sequence by sequence, for the same arguments.
 
     Every number of a cache with scales is multiplied before anything is rounded.
     """
@@ -197,7 +197,7 @@ def decode_reference(
 
 
 def _masked(problem: Problem, q, k_cache, v_cache, seqlens) -> torch.Tensor:
-    """Attention by torch, over a cache in one piece and with a mask (B, 1, Sq, S)."""
+    """Compute attention by torch, over a cache in one piece and with a mask (B, 1, Sq, S)."""
     sequences, queries, keys = (torch.arange(n, device=q.device) for n in (len(q), problem.sq, k_cache.shape[2]))
     lengths = torch.full_like(sequences, len(keys)) if seqlens is None else seqlens
     see = mask_by_ends(lengths, problem.sq, problem.causal, problem.window)
@@ -207,7 +207,7 @@ def _masked(problem: Problem, q, k_cache, v_cache, seqlens) -> torch.Tensor:
             read_lengths(seqlens, len(keys))
         k_cache, v_cache = clear_behind(seqlens, k_cache, v_cache)
     out = F.scaled_dot_product_attention(
-        apart(q), k_cache, v_cache, attn_mask=visible, scale=problem.scale, enable_gqa=problem.grouped
+        separate_rows(q), k_cache, v_cache, attn_mask=visible, scale=problem.scale, enable_gqa=problem.grouped
     )
     return torch.where(visible.any(-1, keepdim=True), out, 0)
 
@@ -232,7 +232,7 @@ def _check(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, 
         check_tensor("kv_scales", kv_scales, (2, keys.shape[1]), q.device, torch.float32)
         if not kv_scales.is_contiguous():
             raise ValueError("kv_scales must be contiguous, which kv_scales.contiguous() is.")
-        # The same shapes in the queries' type; nothing is allocated.
+        # Give the cache the queries' type; nothing is allocated.
         keys, values = (q.new_empty(()).expand(x.shape) for x in (keys, values))
     if block_table is not None:
         check_tensor("block_table", block_table, (len(q), "pages"), q.device)
@@ -244,7 +244,7 @@ def _check(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, 
             shapes = f"{tuple(keys.shape)} and {tuple(values.shape)}"
             raise ValueError(f"k_cache and v_cache must have the same shape (P, Hkv, page, D): {shapes}.")
         slots = block_table.shape[1] * keys.shape[2]
-        # The shapes of the same attention over a cache in one piece; nothing is read or allocated.
+        # Take the shapes of a cache in one piece; nothing is read or allocated.
         keys, values = (x[:1, :, :1].expand(len(q), -1, slots, -1) for x in (keys, values))
     problem = make_problem(q, keys, values, causal=causal, scale=scale, window=window)
     if problem.needs_grad:

@@ -1,10 +1,10 @@
-"""A decode step of the Gemma-3 layer, with the attention that makes it fastest.
+"""A decode step of the Gemma-3 layer, with the fastest attention for it.
 
-In a CUDA graph on a Hopper GPU that is the decode kernel of `utils/attention/gluon/decode`. On an H200 a step of Gemma-3's
-sliding layer took 142.4 us with it and 153.2 with the layer's own attention (one sequence), 204.9 and 239.7 (64 sequences of
-4096 tokens), and one of the full layer 262.9 and 465.8 (the latter): assets/results/h200/decode_layer.json. Outside of a
-graph the step is bound by the host, which needs 1.6 to 2.6 ms for its launches there, with the kernel or without it, so
-there the layer keeps its own attention.
+In a CUDA graph on a Hopper GPU that is the decode kernel of `utils/attention/gluon/decode`. On an H200, a step of the sliding
+layer took 142.4 us with the kernel and 153.2 us with the layer's own attention (one sequence), and 204.9 and 239.7 us (64
+sequences of 4096 tokens). A step of the full layer took 262.9 and 465.8 us (64 sequences): assets/results/h200/decode_layer.json.
+Outside of a graph the host limits the step: it needs 1.6 to 2.6 ms for the launches of either attention. So there the layer
+keeps its own attention.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def decode_forward(  # noqa: D103 (its docstring is the model's, below)
     )
 
 
-decode_forward.__doc__ = model.decode_forward.__doc__  # the same arguments: it describes "auto", too
+decode_forward.__doc__ = model.decode_forward.__doc__  # it has the same arguments, and describes "auto", too
 
 
 def attention_for_step(layer: torch.nn.Module, hidden_states: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """Return the attention that "auto" gives a layer's decode step; None: the layer's own.
+    """Return the attention for a layer's decode step under "auto"; None: the layer's own attention.
 
-    A layer that was built with eager attention keeps it, because it was asked for by name.
+    A layer with eager attention keeps it, because the caller has named it.
     """
     if not hidden_states.is_cuda or not gluon_support() or not torch.cuda.is_current_stream_capturing():
         return None

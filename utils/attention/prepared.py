@@ -1,4 +1,4 @@
-"""A prepared attention call: bound and compiled once, and guarded, so that nothing else ever runs in its place."""
+"""A prepared attention call: it is bound and compiled once, and a guard checks that exactly this code runs."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from collections.abc import Callable
 import torch
 
 from utils.attention.masks.blocks import synchronize
-from utils.attention.masks.mask_mods import captured, name_of
+from utils.attention.masks.mask_mods import captures, name_of
 from utils.attention.problem import Attend, AttentionUnsupported, Bound, Problem
 
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # the modes of torch.compile
 
 
 class Recompiled(RuntimeError):
-    """A prepared call has no compiled version, or several, where one is right; or its mask has changed."""
+    """A prepared call does not have exactly one compiled version, or its mask has changed."""
 
 
 def compiled_versions(function: Callable) -> int:
-    """Return how many compiled versions torch.compile holds of a function; more than one is a recompile."""
+    """Return the number of compiled versions of a function in torch.compile; more than one means a recompile."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     return len(_debug_get_cache_entry_list(function.__code__))
 
 
 def own_copy(function: Callable) -> Callable:
-    """Copy a function with a code object of its own: torch.compile keeps and counts its versions by code object."""
+    """Copy a function and its code object: torch.compile keeps and counts versions by code object."""
     names = function.__globals__, function.__name__, function.__defaults__, function.__closure__
     copy = types.FunctionType(function.__code__.replace(), *names)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -36,27 +36,27 @@ def own_copy(function: Callable) -> Callable:
 
 
 def compile_attend(function: Callable, mode: str, **inductor_options: object) -> Attend:
-    """Compile for fixed shapes, in one graph, so that nothing of it can run as eager Python.
+    """Compile a function for fixed shapes in one graph, so that no part of it can run as eager Python.
 
     Args:
-        function: of q, k, v.
+        function: a function of q, k and v.
         mode: torch.compile's mode.
-        **inductor_options: settings of inductor, in addition to those of the mode.
+        **inductor_options: further settings of inductor.
     """
-    # torch.compile takes a mode or options, not both: the mode is spelled out as its options.
+    # torch.compile takes a mode or options, not both, so the mode becomes options, too.
     options = torch._inductor.list_mode_options(mode) | inductor_options
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 class Prepared:
-    """Attention by one backend, ready to be called with tensors like those it was prepared with.
+    """Attention by one backend, prepared for tensors of fixed shapes and layouts.
 
     Attributes:
         fn: the bare function of q, k, v, without the guard; benchmarks time it.
-        inputs: the tensors it was prepared with.
+        inputs: the tensors for which it was prepared.
         backend: the name of the backend.
         settings: the settings in force: the backend, the mask, shapes, and the options.
-        seconds: time spent once: {"block_mask": ..., "compile": ...} or {"first_call": ...}.
+        seconds: time of the preparation: {"block_mask": ..., "compile": ...} or {"first_call": ...}.
         source: the function that torch.compile compiled, if it did.
         block_mask: FlexAttention's BlockMask, if there is one.
     """
@@ -66,17 +66,17 @@ class Prepared:
         self._codes: list[str] = []
         self._metadata = tuple(map(_metadata, inputs))
         self._grad, self._mask = problem.needs_grad, problem.mask_mod
-        self._read = {captured(self._mask)}
+        self._read = {captures(self._mask)}
         first = bound.first or bound.call
         began = time.perf_counter()
-        with warnings.catch_warnings():  # eager FlexAttention warns that it stores all scores: here that is known
+        with warnings.catch_warnings():  # ignore eager FlexAttention's warning that it stores all scores
             warnings.simplefilter("ignore")
             if bound.source is None:
                 self._run(first, *inputs)
             else:
                 self._codes = _with_code(lambda: self._run(first, *inputs))
         synchronize(problem.device)
-        # Read these after the first call: it may have changed them while it tried options until a kernel fitted.
+        # Read these after the first call, which may change them while it tries options.
         self.fn, self.source, self.block_mask = bound.call, bound.source, bound.block_mask
         self.seconds["compile" if self.source else "first_call"] = time.perf_counter() - began
         self.settings = settings | _problem_settings(problem) | bound.settings
@@ -85,7 +85,7 @@ class Prepared:
     def __call__(
         self, q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the output (B, H, Sq, D) for the tensors it was prepared with, or for others exactly like them."""
+        """Return the output (B, H, Sq, D) for the tensors of the preparation, or for tensors of the same shapes and layouts."""
         if q is None and k is None and v is None:
             q, k, v = self.inputs
         elif q is None or k is None or v is None:
@@ -95,7 +95,7 @@ class Prepared:
                 f"this call was prepared for {_describe(self._metadata)} and was given {_describe(given)}: prepare "
                 "another one with prepare(...); compiled code is for one shape, type and layout."
             )
-        if captured(self._mask) not in self._read:
+        if captures(self._mask) not in self._read:
             raise Recompiled(
                 f"{name_of(self._mask)} reads something else than when this call was prepared: prepare it anew."
             )
@@ -118,7 +118,7 @@ class Prepared:
             return function(q, k, v)
 
     def check(self) -> None:
-        """Raise Recompiled unless exactly one compiled version exists: none means eager Python, two a recompile."""
+        """Raise Recompiled unless there is exactly one compiled version: none means eager Python, two mean a recompile."""
         if self.source is None:
             return
         versions = compiled_versions(self.source)
@@ -154,16 +154,16 @@ def _describe(metadata: tuple) -> str:
 
 
 def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has compiled in this process; to ask imports Triton."""
+    """Return the number of graphs that torch.compile has compiled in this process. This imports Triton."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def _with_code(call: Callable) -> list[str]:
-    """Return the code that inductor writes during `call`: wrapper and kernels, new or from its cache."""
+    """Return inductor's code from `call`: wrapper and kernels, new or from its cache."""
     from torch._inductor.graph import GraphLowering
 
     codes: list[str] = []
-    before = GraphLowering.__dict__["save_output_code"]  # inductor's own hook, for this purpose; None if unused
+    before = GraphLowering.__dict__["save_output_code"]  # inductor's hook for its code; None if unused
     GraphLowering.save_output_code = staticmethod(codes.append)
     try:
         call()

@@ -1,8 +1,8 @@
-"""The question and the answer's form: a `Problem` (shapes, types, mask), checked once, and the `Backend` that solves it.
+"""A `Problem` (shapes, types, mask), which is checked once, and a `Backend`, which solves it.
 
-`causal` and `window` count positions from the end: the last query is at the last key, so query i is at position
-i + Sk - Sq. A `mask_mod` compares the index of a query with the index of a key. Where both are given, a query sees
-the keys that both let through.
+`causal` and `window` count positions from the end: the last query is at the last key, so query i is at position i + Sk - Sq.
+A `mask_mod` compares the index of a query with the index of a key. If both are given, a query sees the keys that both
+let through.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from utils.attention.masks.mask_mods import (
     nearby,
     sliding_window,
 )
-from utils.attention.masks.score_mods import ScoreMod, learned, modify_scores
+from utils.attention.masks.score_mods import ScoreMod, modify_scores, trains
 from utils.kernels.handle import needs_grad
 from utils.machine.device import Support
 from utils.validation import whole_number
 
-# Of q, k and v: the output, or (output, log-sum-exp) of a problem `with_lse`.
+# A function of q, k and v that returns the output, or (output, log-sum-exp) for a problem `with_lse`.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
 
 class AttentionUnsupported(ValueError):
-    """A backend cannot do a problem. Has `backend`, `reason`, and `alternatives`: the backends that can."""
+    """A backend cannot do a problem: `backend` its name, `reason` why, `alternatives` the backends that can."""
 
     def __init__(self, backend: str, reason: str, alternatives: tuple[str, ...]):
         remedy = f"These would work: {', '.join(alternatives)}." if alternatives else "No backend here can do it."
@@ -51,7 +51,7 @@ class Refused(RuntimeError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem, q (B, H, Sq, D), k and v (B, Hkv, Sk, D): all that decides which backend can do it, but no tensor."""
+    """One attention problem without its tensors, q (B, H, Sq, D), k and v (B, Hkv, Sk, D); it decides which backends can do it."""
 
     batch: int
     heads: int
@@ -67,9 +67,9 @@ class Problem:
     needs_grad: bool
     mask_mod: MaskMod | None = None
     score_mod: ScoreMod | None = None
-    v_dim: int = 0  # of values that are not as wide as the keys; 0: they are
+    v_dim: int = 0  # width of the values; 0: the same as the keys'
     with_lse: bool = False
-    lengths: tuple[int, ...] = ()  # of sequences packed one behind the other; no mask function then
+    lengths: tuple[int, ...] = ()  # lengths of packed sequences; then there is no mask function
 
     @property
     def grouped(self) -> bool:
@@ -78,7 +78,7 @@ class Problem:
 
     @property
     def has_empty_rows(self) -> bool:
-        """Whether `causal` and `window` leave some query without a key, as they can when Sq > Sk."""
+        """Whether some query sees no key under `causal` and `window`, which is possible if Sq > Sk."""
         return self.sq > self.sk and (self.causal or (self.window is not None and self.sq - self.sk >= self.window))
 
     @property
@@ -93,20 +93,20 @@ class Problem:
         return _mask_function(self.causal, self.window, self.sk - self.sq, self.mask_mod)
 
     def plain(self) -> Problem | None:
-        """Return `plain_or_packed()`, or None where that needs packed sequences."""
+        """Return `plain_or_packed()`, or None if that needs packed sequences."""
         plain = self.plain_or_packed()
         return None if plain is not None and plain.lengths else plain
 
     def plain_or_packed(self) -> Problem | None:
-        """Return the same attention without functions, for kernels that know none; None if it needs its function.
+        """Return the same attention without functions, for kernels that take none; None if it needs its function.
 
-        Documents of equal length become sequences of their own: heads are multiplied, lengths divided. Where heads are
-        grouped, and of unequal lengths, they become packed sequences with `lengths`.
+        Documents of equal length become sequences: heads are multiplied, lengths divided. Documents of unequal lengths, or with
+        grouped heads, become packed sequences with `lengths`.
         """
         mask_mod: Any = self.mask_mod
         if mask_mod is None or self.score_mod is not None:
             return self if self.score_mod is None else None
-        # The kernels' masks end at the last key, a mask function's begin at the first one: equal only if Sq == Sk.
+        # Masks of kernels are aligned at the last key, mask functions at the first key: they agree only if Sq == Sk.
         if self.sq != self.sk:
             return None
         kind, alone = getattr(mask_mod, "kind", ""), not self.causal and self.window is None
@@ -114,7 +114,7 @@ class Problem:
             return replace(self, mask_mod=None, causal=True)
         if kind in ("sliding_window", "nearby") and alone:
             is_causal = kind == "sliding_window"
-            window = _limiting(mask_mod.window, is_causal, self.sq, self.sk)
+            window = _limiting_window(mask_mod.window, is_causal, self.sq, self.sk)
             return replace(self, mask_mod=None, causal=is_causal, window=window)
         parts = mask_mod.mods if kind == "both" else (mask_mod,)
         others = [part for part in parts if part is not causal]
@@ -128,7 +128,7 @@ class Problem:
         return replace(found, heads=heads, kv_heads=heads, sq=lengths[0], sk=lengths[0])
 
 
-@functools.lru_cache(maxsize=64)  # one function object for one mask: block masks are kept by that object
+@functools.lru_cache(maxsize=64)  # the same mask gives the same function object, which is the key of its block mask
 def _mask_function(is_causal: bool, window: int | None, offset: int, mask_mod: MaskMod | None) -> MaskMod:
     own = causal if window is None else sliding_window(window) if is_causal else nearby(window)
     own = at_offset(own, offset) if offset else own
@@ -147,7 +147,7 @@ def make_problem(
     score_mod: ScoreMod | None = None,
     with_lse: bool = False,
 ) -> Problem:
-    """Return the problem that an attention call is; an error says what was given and what is allowed, if it is none."""
+    """Return the problem of an attention call; if the arguments are wrong, an error says what was given and what is allowed."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor (B, H, S, D); its type is {type(x).__name__}.")
@@ -175,40 +175,40 @@ def make_problem(
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False; it is {flag!r}.")
     if window is not None:
-        window = _limiting(whole_number("window", window), causal, sq, sk)
+        window = _limiting_window(whole_number("window", window), causal, sq, sk)
     for name, mod in (("mask_mod", mask_mod), ("score_mod", score_mod)):
         if mod is not None and (not callable(mod) or mod.__hash__ is None):
             raise TypeError(f"{name} must be None or a hashable function of indices; its type is {type(mod).__name__}.")
-    # Under fake tensors and vmap, whoever set them up may count the calls.
+    # Do not call the functions under fake tensors and vmap: the caller may count the calls.
     if not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
         _try_once(mask_mod, score_mod, q.device, (batch - 1, heads - 1, max(sq - 1, 0), sk))
-    scale = head_dim**-0.5 if scale is None else finite(scale)
-    if not sq:  # nothing is masked, and functions of no index need not be called
+    scale = head_dim**-0.5 if scale is None else finite_scale(scale)
+    if not sq:  # without queries nothing is masked, and no function is called
         causal, window, mask_mod, score_mod = False, None, None, None
     shape = batch, heads, kv_heads, sq, sk, head_dim
-    more = needs_grad(q, k, v) or learned(score_mod), mask_mod, score_mod, v_dim if v_dim != head_dim else 0, with_lse
+    more = needs_grad(q, k, v) or trains(score_mod), mask_mod, score_mod, v_dim if v_dim != head_dim else 0, with_lse
     return Problem(*shape, q.dtype, q.device, causal, scale, window, *more)
 
 
-def _limiting(window: int, is_causal: bool, sq: int, sk: int) -> int | None:
-    """Return the window, or None if it reaches every key: kernels are faster without one, and more of them can do it.
+def _limiting_window(window: int, is_causal: bool, sq: int, sk: int) -> int | None:
+    """Return the window, or None if it reaches every key: without a window kernels are faster, and more kernels can do it.
 
-    The last query is sk - 1 positions after the first key. The first query is sq - 1 positions before the last key, which
-    only a mask that is not causal lets it see.
+    The last query is sk - 1 positions after the first key. The first query is sq - 1 positions before the last key; under a
+    causal mask it does not see that key.
     """
     farthest = sk - 1 if is_causal else max(sq, sk) - 1
     return None if window > farthest else window
 
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Return queries and a positive scale of the same scores, for kernels that mask, or take the maximum, before they scale."""
+    """Return queries and a positive scale for the same scores: some kernels mask, or take the maximum, before they scale."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
-def finite(scale: float) -> float:
-    """Return the scale as a number; an error if it is none, or not finite, or would lose a gradient."""
+def finite_scale(scale: float) -> float:
+    """Return the scale as a number; raise an error if it is no finite number, or if its gradient would be lost."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         kind = f"{type(scale).__name__} {getattr(scale, 'dtype', '')}"  # NumPy and torch have truth values of their own
         lost = getattr(scale, "requires_grad", False)
@@ -217,11 +217,11 @@ def finite(scale: float) -> float:
     raise ValueError(f"scale must be None or a finite number without a gradient (multiply q by one); it is {scale!r}.")
 
 
-@functools.lru_cache(maxsize=64)  # functions that are new here
+@functools.lru_cache(maxsize=64)  # try new functions only
 def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torch.device, last: tuple) -> None:
-    """Call functions for the last query: an error if they raise, or return no mask, or no score.
+    """Call functions for the last query, and raise an error if they raise, or return no mask or no score.
 
-    On a GPU the compiled FlexAttention reads behind the end of a short table, and takes a None for no change.
+    On a GPU, compiled FlexAttention would read behind the end of a short table, and would take None for no change.
     """
     b, h, query, sk = last
     if mask_mod is not None:
@@ -230,7 +230,7 @@ def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torc
     for part in (score_mod, *getattr(score_mod, "mods", ())):
         if getattr(part, "heads", h + 1) <= h:
             raise ValueError(f"score modifier {name_of(part)} is for {part.heads} heads, and q has {h + 1}.")
-    if score_mod is not None:  # a million keys at most: what cannot fit is refused later
+    if score_mod is not None:  # at most a million keys: a score that cannot fit is refused later
         modify_scores(score_mod, torch.zeros(1, min(sk, 1 << 20), device=device), b, h, query)
 
 
@@ -242,7 +242,7 @@ class Options:
     """Options that only some backends take.
 
     block_size: (queries, keys) of a block of the block mask. mode: torch.compile's. kernel_options: FlexAttention's.
-    tuned: the backend may choose kernel options by itself, as it may under backend="auto".
+    tuned: whether the backend may choose kernel options, as under backend="auto".
     """
 
     block_size: tuple[int, int] | None = None
@@ -251,8 +251,8 @@ class Options:
     tuned: bool = False
 
     @property
-    def given(self) -> tuple[str, ...]:
-        """The names of the options that the caller gave."""
+    def option_names(self) -> tuple[str, ...]:
+        """The names of the options from the caller."""
         return tuple(x for x in ("block_size", "mode", "kernel_options") if getattr(self, x) is not None)
 
     @property
@@ -269,14 +269,14 @@ class Bound:
     """A backend's function for one problem.
 
     Attributes:
-        call: attention of q, k, v like those of the problem.
+        call: computes attention of q, k, v with the shapes of the problem.
         settings: the settings in force, such as the block size.
-        seconds: time spent once, such as {"block_mask": 0.02}.
+        seconds: time of the preparation, such as {"block_mask": 0.02}.
         source: the function that torch.compile compiled, if it did.
         block_mask: FlexAttention's BlockMask, if there is one.
-        first: makes the first call in place of `call`, where the library may raise Refused or need another attempt.
-        light: holds no tensor, such as a stored mask, so that `attention` may keep it for later calls like this one.
-        again: returns, after the first call on q, k, v, a quicker function for tensors that lie exactly as these do.
+        first: makes the first call in place of `call`, if the library may raise Refused or need a second attempt.
+        light: whether it holds no tensor, such as a stored mask; then `attention` may keep it for later calls.
+        again: returns, after the first call on q, k, v, a quicker function for tensors with the same strides.
     """
 
     call: Attend
@@ -291,25 +291,25 @@ class Bound:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention: `run` of a kernel that knows no functions, `bind` of all others.
+    """A way to compute attention. It has `run` for problems without functions, `bind` for all others, or both.
 
     Attributes:
         name: its name in `attention(..., backend=name)`.
         summary: half a sentence for tables.
         machine: whether it runs on this machine at all.
         refuses: why it cannot do a problem with these options, a sentence that begins with "it"; "" if it can.
-        kernels: regular expression that the names of its GPU kernels match: the proof that it ran.
-        bind: its function for a problem that it accepts; may raise Refused.
-        run: run(q, k, v, problem) computes a problem in its plain form, `form`, which `refuses` gets too.
-        again: again(q, k, v, problem) returns a quicker function for tensors that lie as these do, or None.
-        form: the problem without functions, `Problem.plain` or `Problem.plain_or_packed`. Where that is None, `bind` does it.
-        largest_head: of a kernel for 16-bit tensors of an NVIDIA GPU, whose head dimensions are multiples of 8. 0: of any other.
-        cpu_operators: what `kernels` is, for the names of operators on a CPU.
+        kernels: regular expression for the names of its GPU kernels: a match proves that it ran.
+        bind: returns its function for a problem; may raise Refused.
+        run: run(q, k, v, problem) computes a problem in its plain form; `refuses` gets the plain form, too.
+        again: again(q, k, v, problem) returns a quicker function for tensors with these strides, or None.
+        form: returns a problem's plain form, by `Problem.plain` or `Problem.plain_or_packed`; if that is None, `bind` takes it.
+        largest_head: largest head dimension of a GPU kernel for 16-bit tensors and multiples of 8; 0 for all other backends.
+        cpu_operators: regular expression for the names of its operators on a CPU.
         implementation: the package and version behind it.
         options: the fields of Options that it takes; any other option is refused.
-        returns_lse: it returns the log-sum-exp with the output where that is asked for.
-        takes_v_dim: it takes values that are not as wide as the keys.
-        compiles: its first call takes seconds, so that `attention` keeps the bound function for the next call.
+        returns_lse: whether it can return the log-sum-exp with the output.
+        takes_v_dim: whether values may have another width than keys.
+        compiles: whether its first call takes seconds, so that `attention` keeps the bound function.
     """
 
     name: str
@@ -331,7 +331,7 @@ class Backend:
 
     def support(self, problem: Problem, options: Options = NO_OPTIONS) -> Support:
         """Whether this machine and this backend can do the problem."""
-        for name in options.given:
+        for name in options.option_names:
             if name not in self.options:
                 return Support(False, f"it takes no {name}, and {getattr(options, name)} was given.")
         if not (machine := self.machine()).ok:
@@ -362,22 +362,22 @@ class Backend:
         return Support(not reason, reason)
 
     def bind_problem(self, problem: Problem, options: Options = NO_OPTIONS) -> Bound:
-        """Return its function for a problem that it accepts; raises Refused if the library says no only now."""
+        """Return its function for a problem that it supports; raise Refused if the library refuses only now."""
         plain = self.form(problem) if self.run else None
         if plain is None or self.run is None:
             assert self.bind is not None, "support has said no"
             return self.bind(problem, options)
         call: Attend = functools.partial(self.run, problem=plain)
         settings = {} if plain is problem else describe_plain(problem, plain)
-        if plain.sq != problem.sq:  # the views of documents are made at each call
+        if plain.sq != problem.sq:  # each call makes the views of documents
             return Bound(on_plain_shapes(problem, plain, call), settings, light=True)
         return Bound(call, settings, light=True, again=lambda q, k, v: self.again(q, k, v, plain) or call)
 
 
 def on_plain_shapes(problem: Problem, plain: Problem, attend: Attend) -> Attend:
-    """Return `attend`, a function for the shapes of the plain problem, as a function for those of the problem.
+    """Return a function for the shapes of the problem from `attend`, a function for the shapes of the plain problem.
 
-    Q, K and V are copied if they are not contiguous, and the output if it is in another order than (B, H, S, D).
+    Q, K and V are copied if they are not contiguous, and the output if its order is not (B, H, S, D).
     """
     if plain.sq == problem.sq:
         return attend
@@ -392,7 +392,7 @@ def on_plain_shapes(problem: Problem, plain: Problem, attend: Attend) -> Attend:
 
 
 def describe_plain(problem: Problem, plain: Problem) -> dict:
-    """Name the mask that a kernel does by itself in place of the problem's mask function, for the settings in force."""
+    """Return the setting "kernel_mask": the kernel's own mask in place of the problem's mask function."""
     parts = ["causal"] if plain.causal else []
     parts += [f"window {plain.window}"] if plain.window else []
     parts += [f"documents of {plain.sq} as sequences"] if plain.sq != problem.sq else []

@@ -1,9 +1,9 @@
-"""Attention in float64, written to be read: the specification that every backend is tested against.
+"""Attention in float64, written to be read. It is the specification: tests compare every backend with it.
 
     out, lse = reference(q, k, v, causal=True)
     out, (dq, dk, dv) = reference_gradients(q, k, v, dout, mask_mod=both(causal, documents(1024)))
 
-One head and a few rows of queries at a time, so that long sequences fit in memory.
+It computes one head and a few rows of queries at a time, so that long sequences fit in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK_BYTES = 512 * 1024**2  # memory for the scores of one chunk of rows, with 
 def allowed_keys(problem: Problem) -> torch.Tensor | None:
     """Return the whole mask, True where a query sees a key; None if every query sees every key.
 
-    It is (Sq, Sk) if it is the same for all sequences and heads, else (B, H, Sq, Sk), with B or H one where it is the same.
+    Its shape is (Sq, Sk) if all sequences and heads have the same mask, else (B, H, Sq, Sk); B or H is 1 if the mask ignores it.
     """
     mask, sq, sk, device, allowed = problem.mask_mod, problem.sq, problem.sk, problem.device, None
     if mask is not None:
@@ -34,7 +34,7 @@ def allowed_keys(problem: Problem) -> torch.Tensor | None:
 
 
 def visible_pairs(problem: Problem, queries, keys, allowed: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the pairs of `allowed` (None: all) that `causal` and `window` let through; None: all."""
+    """Return the pairs of `allowed` that `causal` and `window` let through. None means all pairs, as argument and as result."""
     if not problem.causal and problem.window is None:
         return allowed
     distance = queries[:, None] + (problem.sk - problem.sq) - keys  # the last query is at the last key
@@ -65,7 +65,7 @@ def reference(
 def reference_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, **arguments
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return the output and the gradients of q, k and v in float64, by torch.autograd, for dout, the output's gradient.
+    """Return the output and, by torch.autograd, the gradients of q, k and v in float64; dout: gradient of the output.
 
     The other arguments are those of `attention`.
     """
@@ -87,7 +87,7 @@ def reference_gradients(
 def _pieces(
     problem: Problem, allowed: torch.Tensor | None
 ) -> Iterator[tuple[int, int, int, slice, torch.Tensor | None]]:
-    """Yield (sequence, head, head of K and V, rows of queries, mask of those rows or None)."""
+    """Yield (sequence, head, head of K and V, rows of queries, mask of these rows or None)."""
     step = max(1, CHUNK_BYTES // (8 * 6 * problem.sk))
     group = problem.heads // problem.kv_heads
     if allowed is not None:
@@ -119,6 +119,6 @@ def _attend(problem: Problem, query, keys, values, mask, b: int, h: int, first_q
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     lse = torch.logsumexp(scores, -1)
-    # exp(-inf - -inf) would be nan in a row without keys: there zero is subtracted instead.
+    # A row without keys subtracts zero, because exp(-inf - -inf) would be nan.
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[:, None])
     return weights @ values, lse

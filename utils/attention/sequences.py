@@ -1,6 +1,6 @@
-"""Sequences of unequal length as masks: padded to one length (`seqlens`), or packed one behind the other (`cu_seqlens`).
+"""Masks for sequences of unequal length: padded to one length (`seqlens`), or packed one after another (`cu_seqlens`).
 
-A mask is made from the lengths' values, so the same lengths get the same function object, and nothing is compiled anew.
+The same lengths get the same function object, so that nothing is compiled anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from utils.attention.masks.mask_mods import MaskMod, both, document_ids, documen
 
 
 def check_tensor(name: str, x, shape: tuple, device: torch.device, *dtypes: torch.dtype) -> None:
-    """Raise unless x is a tensor of this shape (a word: any size) and of one of the types, int32 if none is named."""
+    """Raise an error unless x is a tensor of this shape (a word: any size) and of one of the types (none: int32)."""
     kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes or (torch.int32,))
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor of {kinds}, and is a {type(x).__name__}.")
@@ -29,13 +29,13 @@ def check_tensor(name: str, x, shape: tuple, device: torch.device, *dtypes: torc
 
 
 def padded_mask(q: torch.Tensor, k: torch.Tensor, seqlens, is_causal: bool, window: int | None) -> MaskMod:
-    """Return the mask of sequences with `seqlens` keys each; the last query is at the last key, as in `attention_decode`."""
+    """Return the mask of sequences with `seqlens` keys; the last query is at the last key, as in `attention_decode`."""
     check_tensor("seqlens", seqlens, (len(q),), q.device)
     return _padded_mask(read_lengths(seqlens, k.shape[2]), q.device, q.shape[2], is_causal, window)
 
 
 def read_lengths(seqlens: torch.Tensor, keys: int) -> tuple[int, ...]:
-    """Return the numbers of `seqlens`, which waits for a GPU; an error if one is not from 0 to so many keys."""
+    """Return the numbers of `seqlens`, which waits for the GPU; raise an error if a number is not from 0 to `keys`."""
     lengths = tuple(seqlens.tolist())
     if not 0 <= min(lengths) <= max(lengths) <= keys:
         raise ValueError(f"seqlens must be from 0 to the {keys} keys of k; they are {min(lengths)} to {max(lengths)}.")
@@ -50,7 +50,7 @@ def _padded_mask(lengths: tuple[int, ...], device, sq: int, is_causal: bool, win
 
 
 def mask_by_ends(ends: torch.Tensor, sq: int, is_causal: bool, window: int | None) -> MaskMod:
-    """Return the mask of sequences whose keys end at `ends` (B,), where the last of `sq` queries is at the last key."""
+    """Return the mask of sequences with `ends` (B,) keys; the last of `sq` queries is at the last key."""
 
     def mask_mod(b, h, q, k):
         allowed, distance = k < ends[b], q + ends[b] - sq - k
@@ -62,13 +62,13 @@ def mask_by_ends(ends: torch.Tensor, sq: int, is_causal: bool, window: int | Non
 
 
 def clear_behind(ends: torch.Tensor, *caches: torch.Tensor) -> list[torch.Tensor]:
-    """Return keys or values (B, Hkv, S, D) with zeros behind `ends`, where nothing was ever written: zero times nan is nan."""
+    """Return keys or values (B, Hkv, S, D) with zeros behind `ends`: memory there may hold nan, and zero times nan is nan."""
     filled = torch.arange(caches[0].shape[2], device=ends.device) < ends[:, None]
     return [torch.where(filled[:, None, :, None], x, 0) for x in caches]
 
 
 def packed_mask(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> MaskMod:
-    """Return the mask of sequences that begin where `cu_seqlens` (0, ..., S) says; of equal ones, by their span."""
+    """Return the mask of packed sequences that begin at the tokens `cu_seqlens` (0, ..., S)."""
     check_tensor("cu_seqlens", cu_seqlens, ("sequences + 1",), q.device)
     places, tokens = cu_seqlens.tolist(), q.shape[2]
     lengths = tuple(end - start for start, end in itertools.pairwise(places))
@@ -90,7 +90,7 @@ def _packed_mask(lengths: tuple[int, ...], device) -> MaskMod:
 
 @functools.lru_cache(maxsize=64)
 def packed_starts(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return where packed sequences begin, and where the last one ends: `cu_seqlens`."""
+    """Return `cu_seqlens`: the first token of each packed sequence, and the end of the last sequence."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 

@@ -1,7 +1,7 @@
-"""For callers inside of torch.compile: a call that runs outside of their graphs, as it does elsewhere.
+"""Run a call outside of torch.compile's graphs, for callers inside of them.
 
-A file of its own, because `torch.compiler.disable` imports Triton, whose mode (TRITON_INTERPRET) is settled at its first
-import. This file is imported only under torch.compile, which has imported Triton already.
+This is a separate file because `torch.compiler.disable` imports Triton, and the first import fixes Triton's mode
+(TRITON_INTERPRET). The file is imported only under torch.compile, which has imported Triton already.
 """
 
 from collections.abc import Callable
@@ -11,5 +11,5 @@ import torch
 
 @torch.compiler.disable
 def call_outside_of_graphs(function: Callable, *arguments, **options):
-    """Return function(*arguments, **options); torch.compile ends its graph before the call and begins another after it."""
+    """Return function(*arguments, **options); torch.compile ends its graph before the call and begins a new graph after it."""
     return function(*arguments, **options)

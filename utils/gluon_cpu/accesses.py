@@ -1,9 +1,8 @@
-"""Accesses to shared memory: what each one may come before, and the races and missing fences that follow.
+"""Accesses to shared memory, and the races and missing fences between them.
 
-Every access leaves a record: which bytes, read or write, through which proxy, and the event of a vector clock that
-says that it is over. A new access must come after every record that it overlaps, unless both read. If nothing puts
-them in order that is a race, whatever their order in this run. An asynchronous access after an ordinary one needs a
-fence as well.
+Every access leaves a record: its bytes, read or write, its proxy, and the event of a vector clock for its end. A new access
+must come after every record that it overlaps, unless both read. If nothing puts the two in order, that is a race, whatever
+their order in this run. An asynchronous access after an ordinary access needs a fence as well.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Access:
-    """One access to shared memory; over for whoever's clock has `time` at `component`."""
+    """One access to shared memory. A partition knows that it is over if its clock has `time` at `component`."""
 
     key: tuple
     view: np.ndarray
@@ -36,11 +35,11 @@ class Access:
     what: str  # "the TMA copy into ring[1]"
     site: Site
     partition: str
-    block: int = 0  # of the cluster: whose shared memory it is
-    barrier: Any = None  # the MBarrier that tells of its end, and in which phase
+    block: int = 0  # the block of the cluster that has the shared memory
+    barrier: Any = None  # the end of the access completes this phase of this MBarrier
     phase: int = 0
     covers: bool = True
-    settled: bool = False  # a read whose values a finished product has used: nothing of it is under way
+    settled: bool = False  # whether a finished product has used the values of a read, so that the read is surely over
 
 
 _overlaps: dict[tuple, bool] = {}
@@ -60,7 +59,7 @@ def _overlap(a: Access, key: tuple, view: np.ndarray) -> bool:
 
 
 def is_over(access: Access, clock: Clock) -> bool:
-    """Return whether someone with this clock knows that an access is over."""
+    """Return whether an access is over by the knowledge in a clock."""
     return clock.get(access.component, 0) >= access.time
 
 
@@ -76,17 +75,17 @@ def access(
     issuers: list[int] | None = None,
     covers: bool = True,
 ) -> tuple[Access, ...]:
-    """Check an access against all earlier ones, and remember it; in a cluster, each block accesses its own memory.
+    """Check an access against all earlier accesses, and record it; in a cluster, each block accesses its own memory.
 
     Args:
         desc: the view.
         write: whether it writes.
         what: words for reports, "the TMA copy into ring[1]".
         asynchronous: whether it goes through the async proxy, as TMA and wgmma do.
-        queue: the partition's queue whose count will say that it is over; "" for an ordinary instruction.
-        time: the count that says so.
-        barriers: the mbarrier of each block whose running phase tells of the end, if one does.
-        issuers: for the memory of each block, which block's instruction it is; by default its own.
+        queue: the partition's queue that counts its end; "" for an ordinary instruction.
+        time: the count of the queue at its end.
+        barriers: the mbarriers of the blocks, if the end of the access completes their running phases.
+        issuers: for the memory of each block, the block that issues the instruction; by default the same block.
         covers: whether it touches every element of the view.
 
     Returns:
@@ -127,9 +126,9 @@ def access(
                 ):
                     _report_missing_fence(old, new, inside=old.component == block.me)
                 if write and covers and (old.key == desc.key or _contains(new, old)):
-                    continue  # ordered before this one: whoever comes after this one comes after that one
+                    continue  # the old access is ordered before the new access, which now stands for both
             elif old.key == desc.key and old.component == component:
-                continue  # the same reader again: the later read stands for both
+                continue  # the same partition reads again: the later read stands for both
             keep.append(old)
         keep.append(new)
         allocation.records[index] = keep
@@ -139,14 +138,14 @@ def access(
             desc.written[...] = desc.spread
     elif len(allocation.spreads) > 1 and ((desc.written != desc.spread) & (desc.written > 0)).any():
         text = f"{desc.label} was written through a layout that puts its elements in other places"
-        refuse("layout", f"{capitalized(what)}: {text}. Read it through the layout that it was written through.")
+        refuse("layout", f"{capitalize(what)}: {text}. Read it through the layout that it was written through.")
     elif not desc.written.all():
         program.unwritten_reads.append(accesses[0])
     return tuple(accesses)
 
 
 def _contains(outer: Access, inner: Access) -> bool:
-    """Whether a contiguous view covers another one."""
+    """Whether the view of `outer` is contiguous and covers the view of `inner`."""
     if not outer.view.flags.c_contiguous:
         return False
     low, shape, strides = inner.key
@@ -155,7 +154,7 @@ def _contains(outer: Access, inner: Access) -> bool:
 
 
 def _hint(copy: Access, p) -> str:
-    """Where a partition should have waited for a copy, and where it did wait last."""
+    """Return a text for a report: the barrier phase that ends a copy, and the partition's last wait for that barrier."""
     if copy.barrier is None:
         return ""
     text = f" {copy.barrier.name} tells of its end, in phase {copy.phase} (parity {copy.phase & 1})"
@@ -166,8 +165,8 @@ def _hint(copy: Access, p) -> str:
     return f"{text}; {p.name} last waited there for parity {parity} at line {site.line}, when {count}."
 
 
-def _passed(copy: Access, read: Access, p) -> str:
-    """Through which barrier a partition came that overwrites what another one reads, and who had arrived there."""
+def _passage(copy: Access, read: Access, p) -> str:
+    """Return a text for a report of an early overwrite: the partition's last wait, and the arrivals at that barrier."""
     if copy.barrier is None or read.write or not p.last_wait:
         return ""
     barrier = next(reversed(p.last_wait))
@@ -194,28 +193,28 @@ def _report_race(old: Access, new: Access, p) -> None:
     own = f"; it is the memory of block {new.block}" if program.num_ctas > 1 else ""
     if any(read is old for read in program.unwritten_reads):
         program.unwritten_reads.remove(old)
-        text = f"{capitalized(old.what)} comes before {new.what} ({new.partition}, {new.site}) has written there"
+        text = f"{capitalize(old.what)} comes before {new.what} ({new.partition}, {new.site}) has written there"
         hint = _hint(new, program.partitions[old.component[1]])
         text += f": nothing makes it wait for that.{hint}"
         report("race", text, at=old.site, others=(new.site,), partition=old.partition)
         return
     where = f"{old.what} ({old.partition}, {old.site})"
     if old.write and not new.write:
-        text = f"{capitalized(new.what)} may come before {where} has written there: nothing orders them{own}."
+        text = f"{capitalize(new.what)} may come before {where} has written there: nothing orders them{own}."
     elif old.write:
         text = (
-            f"{capitalized(new.what)} may mix with {where}: two writes to the same bytes, and nothing orders them{own}."
+            f"{capitalize(new.what)} may mix with {where}: two writes to the same bytes, and nothing orders them{own}."
         )
     else:
-        text = f"{capitalized(new.what)} may overwrite what {where} still reads: nothing orders them{own}."
-    report("race", text + _WAITS.get(old.component[0], "") + _hint(old, p) + _passed(new, old, p), others=(old.site,))
+        text = f"{capitalize(new.what)} may overwrite what {where} still reads: nothing orders them{own}."
+    report("race", text + _WAITS.get(old.component[0], "") + _hint(old, p) + _passage(new, old, p), others=(old.site,))
 
 
 def _report_missing_fence(old: Access, new: Access, inside: bool) -> None:
-    """Report an ordinary access and an asynchronous one without a fence, or note it where the compiler adds the fence."""
+    """Report a missing fence between an ordinary and an asynchronous access, or note it if the compiler adds the fence."""
     unit = "the tensor cores" if "wgmma" in new.what else "the TMA"
     verb = "not see that" if old.write else "overwrite what is still being read"
-    text = f"{capitalized(new.what)} goes through the async proxy; {old.what} ({old.partition}, {old.site}) was an ordinary access."
+    text = f"{capitalize(new.what)} goes through the async proxy; {old.what} ({old.partition}, {old.site}) was an ordinary access."
     text += f" They are in order, but without fence_async_shared() between them {unit} may {verb}."
     if inside and versions.compiler_adds_fences():
         context.note(
@@ -226,6 +225,6 @@ def _report_missing_fence(old: Access, new: Access, inside: bool) -> None:
     report("missing fence", f"{text} {who}", others=(old.site,))
 
 
-def capitalized(text: str) -> str:
-    """Return a text with a capital letter at its beginning."""
+def capitalize(text: str) -> str:
+    """Return a text with a capital first letter."""
     return text[0].upper() + text[1:]

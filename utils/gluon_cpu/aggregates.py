@@ -1,8 +1,8 @@
 """Gluon's aggregates: values with named fields, for example a ring of buffers with its barriers.
 
-Triton's rules hold here too: the constructor is a constexpr function that sets every declared field to a value of the
+Triton's rules hold here, too: the constructor is a constexpr function that sets every declared field to a value of the
 declared type, and nothing changes a field afterwards. From Triton 3.8 on, a class without a constructor takes its fields in
-the order of their declaration, with the defaults that stand there, and those of the aggregates that it inherits from.
+the order of their declaration, with their defaults, and inherits the fields of its base aggregates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .memory import MemDesc
 from .tensor_memory import TensorMemory
 from .tensors import Tensor
 
-# Triton's types of values, and the simulator's.
+# {Triton's type of a value: the simulator's type}.
 TYPES = {
     blackwell.tensor_memory_descriptor: TensorMemory,
     gl.tensor: Tensor,
@@ -38,8 +38,8 @@ OPERATORS = "add sub mul truediv floordiv mod and or xor lshift rshift lt le gt 
 
 
 @functools.cache
-def written_class(cls):
-    """Return the class that the kernel's author wrote: Triton keeps it in a closure only."""
+def author_class(cls):
+    """Return the class in the kernel's source. Triton keeps it only in a closure."""
     return inspect.getclosurevars(cls.__setattr__).nonlocals["cls"]
 
 
@@ -47,7 +47,7 @@ class Aggregate:
     """An instance of a kernel's aggregate class."""
 
     def __init__(self, cls, args: tuple, kwargs: dict):
-        author = written_class(cls)
+        author = author_class(cls)
         set_slot = object.__setattr__
         set_slot(self, "_cls", cls)
         generated = getattr(cls, "__aggregate_defaults__", None)  # from Triton 3.8 on; None before
@@ -67,7 +67,7 @@ class Aggregate:
         set_slot(self, "_complete", True)
 
     def _set_fields(self, args: tuple, kwargs: dict, defaults: dict) -> None:
-        """Set the fields of a class without a constructor, as Triton's generated one does."""
+        """Set the fields of a class without a constructor, as Triton's generated constructor does."""
         label, names = self._cls.__name__, list(self._declared)
         if len(args) > len(names):
             refuse("kernel", f"{label} has {len(names)} fields and got {len(args)} values.")
@@ -95,7 +95,7 @@ class Aggregate:
             wrap = f" Write gl.constexpr({value!r})." if kind is gl.constexpr and not isinstance(value, Tensor) else ""
             refuse("kernel", f"The field {name} of {label} holds a value of type {text}; got {value!r}.{wrap}")
         self._fields[name] = unwrap(value)
-        object.__setattr__(self, name, self._fields[name])  # found without __getattr__
+        object.__setattr__(self, name, self._fields[name])  # so reads do not call __getattr__
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._cls, name, None)
@@ -107,7 +107,7 @@ class Aggregate:
         return f"{self._cls.__name__}({', '.join(f'{name}={value!r}' for name, value in self._fields.items())})"
 
     def leaves(self) -> list[tuple[str, Any]]:
-        """Return the fields that are no aggregates themselves, each with its path, such as `bars.full`."""
+        """Return all fields that are no aggregates, each with its path, such as `bars.full`."""
         leaves = []
         for name, value in self._fields.items():
             inner = Aggregate.leaves(value) if isinstance(value, Aggregate) else [("", value)]
@@ -127,7 +127,7 @@ for _name in OPERATORS.split():
 
 
 def is_instance(value: Any, kind: Any) -> bool:
-    """Return whether a value has a type that a kernel names: one of Triton's, an aggregate class, or one of several."""
+    """Return whether a value has a type from a kernel: one of Triton's types, an aggregate class, or a union."""
     if kind in TYPES:
         return isinstance(value, TYPES[kind])
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
@@ -140,7 +140,7 @@ def is_instance(value: Any, kind: Any) -> bool:
 
 
 def flatten(values: tuple) -> list:
-    """Return the values of arguments, with those inside of tuples and aggregates."""
+    """Return the values of arguments, and in place of tuples and aggregates their parts."""
     flat: list = []
     for value in values:
         if isinstance(value, Aggregate):

@@ -1,11 +1,11 @@
 """mbarriers: phases, arrivals and transaction bytes.
 
-A phase ends when all arrivals have come and no announced byte is missing; the next phase begins at once. A fresh
-barrier counts as if a phase of parity 1 had ended before its first one. `wait(parity)` passes when the phase of that
-parity has ended, which is why a wait for the wrong parity may pass at once or never.
+A phase ends when all arrivals have come and no announced byte is missing; the next phase begins at once. A fresh barrier
+counts as if a phase of parity 1 had ended before its first phase. `wait(parity)` passes when the phase of that parity has
+ended, so a wait for the wrong parity may pass at once or never.
 
-In a cluster a descriptor stands for one barrier in each block, or for one in the first block of each group: bases of zero in
-the layout say which blocks share one. All of a group arrive at it, and its first block waits for it.
+In a cluster a descriptor stands for a barrier in each block, or for a barrier in the first block of each group: bases of zero
+in the layout say which blocks share a barrier. All blocks of a group arrive at it, and the first block waits for it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class MBarrier:
     """One 64-bit mbarrier in shared memory.
 
     Attributes:
-        block: the block of the cluster whose memory it lies in.
-        shared: whether other blocks of the cluster have it in place of one of their own.
-        visible: the count in a clock that says that its initialization is known.
+        block: the block of the cluster that has it in its memory.
+        shared: whether several blocks of the cluster share it.
+        visible: (component, count) of a clock that knows its initialization.
     """
 
     def __init__(self, desc: MemDesc, count: int, site: Site, block: Block, shared: bool):
@@ -43,28 +43,28 @@ class MBarrier:
         self._start(("barrier", desc.allocation.index, desc.key[0], block.index), count)
 
     def _start(self, component: tuple, count: int) -> None:
-        """Begin the first phase; `component` is the barrier's own in a clock."""
+        """Begin the first phase; component: the barrier's component in a clock."""
         self.component = component
-        self.phase = 0  # how many phases have ended
+        self.phase = 0  # number of phases that have ended
         self.pending = count  # arrivals still to come in this phase
-        self.bytes = 0  # announced and not yet arrived
+        self.bytes = 0  # bytes that are announced and have not arrived
         self.announced = 0
         self.in_flight: list = []  # copies that will report to this phase
-        self.arrivals: list[str] = []  # of this phase, for explanations
-        self.last_arrivals: list[str] = []  # of the phase before
-        self.arrived = Knowledge({}, {})  # what those who arrived in this phase knew
-        self.over = Knowledge({}, {})  # the same for all phases that have ended
-        self.waited: set[int] = set()  # phases that somebody has waited for
-        self.doubts: dict[int, tuple] = {}  # phases that an arrival might have counted for: what, where, who
+        self.arrivals: list[str] = []  # arrivals in this phase, for reports
+        self.last_arrivals: list[str] = []  # arrivals in the last phase
+        self.arrived = Knowledge({}, {})  # the knowledge of all arrivals in this phase
+        self.over = Knowledge({}, {})  # the knowledge of all arrivals in phases that have ended
+        self.waited: set[int] = set()  # phases for which some partition has waited
+        self.doubts: dict[int, tuple] = {}  # {phase: (what, where, who)} of arrivals that might count for it
         self.users: Clock = {}  # the last arrival or wait of each partition
 
     @property
     def name(self) -> str:
-        """What the kernel calls the barrier, such as `full[1]`."""
+        """The name of the barrier in the kernel, such as `full[1]`."""
         return self.desc.label + (f" of block {self.block}" if context.program().num_ctas > 1 else "")
 
     def check_visible(self, block: Block) -> None:
-        """Report the use by a block or a partition that may not see the initialization yet."""
+        """Report a use of the barrier if its initialization may not be visible to the block yet."""
         component, count = self.visible
         if block.clock.get(component, 0) >= count:
             return
@@ -88,7 +88,7 @@ class MBarrier:
         return (self.phase & 1) != parity
 
     def phases_unknown_to(self, block: Block) -> int:
-        """Return how many phases have ended of which a block may not know; it knows if it knows of all arrivals."""
+        """Return the number of ended phases that a block may not know. Whoever knows all arrivals knows all phases."""
         unknown = self.phase - block.clock.get(self.component, 0)
         arrivals = self.over.clock.items()
         if unknown and all(block.clock.get(c, 0) >= time for c, time in arrivals if c != self.component):
@@ -107,7 +107,7 @@ class MBarrier:
         return [text, *(f"arrived in this phase: {a}" for a in self.arrivals[-4:])]
 
     def learn_end_of_copy(self, known: Knowledge) -> None:
-        """Pass on what the issuer of a copy knew, and the copy's end, of which nobody knows without a wait."""
+        """Add to this phase the knowledge of a copy's issuer, and the end of the copy, which only a wait can show."""
         self.arrived.learn(known)
         self.arrived.clock["end of a copy", *self.component[1:]] = self.phase + 1
 
@@ -116,18 +116,18 @@ class MBarrier:
         p = context.partition()
         self.check_visible(block)
         self.doubt(what, block)
-        self.users[block.me] = block.tick()  # who knows of this arrival knows more than what came before it
+        self.users[block.me] = block.tick()  # so that this arrival is an event of its own in a clock
         self.arrived.learn(block)
         self.count_arrivals(n, what, p.label(block), context.site(), p.time)
 
     def doubt(self, what: str, block: Block) -> None:
-        """Keep an arrival by who does not know that the phase before has ended: it might count for that one."""
+        """Note an arrival if its block does not know the end of the last phase: the arrival might count for that phase."""
         if self.phases_unknown_to(block):
             self.doubts[self.phase - 1] = what, context.site(), context.partition().label(block)
             self.report_doubts()
 
     def report_doubts(self) -> None:
-        """Report the doubtful arrivals of phases that somebody has waited for."""
+        """Report the doubtful arrivals of phases for which some partition has waited."""
         for phase in self.doubts.keys() & self.waited:
             what, site, who = self.doubts.pop(phase)
             text = f"{what} counts for phase {phase + 1} of {self.name}, but {who} does not know that phase {phase} has ended"
@@ -135,7 +135,7 @@ class MBarrier:
             report("barrier", f"{text}for what follows its end: for a slot's next tile.", site, partition=who)
 
     def count_arrivals(self, n: int, what: str, who: str, site: Site, now: float) -> None:
-        """Count n arrivals by an instruction (`what`), at the model time `now`."""
+        """Count n arrivals by an instruction (`what`) of a partition (`who`), at the model time `now`."""
         if n > self.pending:
             coming = f", {self.bytes} bytes still to come" if self.bytes > 0 else ""
             before = f" Before: {self.arrivals[-1]}." if self.arrivals else ""
@@ -195,7 +195,7 @@ class MBarrier:
 
 
 def wait(barrier: MBarrier, parity: int, block: Block) -> None:
-    """Block the running partition until the phase of `parity` has ended; `block` of it knows so."""
+    """Stop the running partition until the phase of `parity` has ended; its block `block` then knows the end."""
     program = context.program()
     p = program.partition
     program.reschedule()
@@ -225,11 +225,11 @@ def wait(barrier: MBarrier, parity: int, block: Block) -> None:
     block.learn(barrier.over)
     barrier.waited.add(barrier.phase - 1)
     barrier.report_doubts()
-    p.last_wait.pop(barrier, None)  # the last one stays last
+    p.last_wait.pop(barrier, None)  # the newest wait must be the last entry
     p.last_wait[barrier] = (parity, barrier.phase, context.site())
 
 
-# ---- what kernels call -------------------------------------------------------------------------------------------
+# ---- functions for kernels ---------------------------------------------------------------------------------------
 
 
 def is_true(pred: Any) -> bool:
@@ -238,7 +238,7 @@ def is_true(pred: Any) -> bool:
 
 
 def barriers_of(desc: Any, what: str) -> list[MBarrier]:
-    """Return the barrier of each block at a place of shared memory; refuse a place that has none."""
+    """Return the barrier of each block at a place of shared memory; refuse a place without barriers."""
     if not isinstance(desc, MemDesc):
         refuse("kernel", f"{what} needs an mbarrier in shared memory, got {desc!r}.")
     blocks = context.program().num_ctas
@@ -256,9 +256,9 @@ def barriers_of(desc: Any, what: str) -> list[MBarrier]:
 
 
 def own_barriers(desc: Any, what: str, pairs: bool = False) -> list[MBarrier]:
-    """Return the barrier of each block for a copy, which can only signal one in the block that it writes to.
+    """Return the barrier of each block for a copy, which can only signal a barrier in its target block.
 
-    With `pairs` it may lie in the first block of a pair, as Blackwell's products in pairs want it.
+    With `pairs` the barrier may lie in the first block of a pair, for Blackwell's products in pairs.
     """
     barriers = barriers_of(desc, what)
     in_pairs = pairs and all(barrier.block == index & ~1 for index, barrier in enumerate(barriers))
@@ -272,7 +272,7 @@ def own_barriers(desc: Any, what: str, pairs: bool = False) -> list[MBarrier]:
 
 @known(of=MODULES)
 def init(mbarrier, count) -> None:
-    """Initialize an mbarrier whose phases wait for `count` arrivals, of each block that shares it."""
+    """Initialize an mbarrier: a phase waits for `count` arrivals from each block that shares it."""
     count = constant(count, "mbarrier.init's count")
     mbarrier.check_inside()
     old = mbarrier.allocation.barriers.get(mbarrier.key[0])
@@ -311,7 +311,7 @@ def invalidate(mbarrier) -> None:
 
 
 def _senders(from_cta) -> list[Block]:
-    """Return which block arrives at the barrier of each block; `from_cta` says which bits of the number are kept."""
+    """Return for each block the block that arrives at its barrier: the block's number under the bit mask `from_cta`."""
     blocks = context.partition().blocks
     kept = len(blocks) - 1 if from_cta is None else constant(from_cta, "from_cta")
     if not 0 <= kept < len(blocks):
@@ -321,7 +321,7 @@ def _senders(from_cta) -> list[Block]:
 
 @known(of=MODULES)
 def expect(mbarrier, bytes=None, pred=True, bytes_per_cta=None, from_cta=None) -> None:
-    """Announce bytes, those of one block, and arrive."""
+    """Announce bytes, counted for one block, and arrive."""
     n = int(constant(bytes if bytes is not None else bytes_per_cta, "mbarrier.expect's bytes"))
     if is_true(pred):
         context.program().reschedule()
@@ -347,7 +347,7 @@ def arrive(mbarrier, *, count=1, pred=True, from_cta=None) -> None:
 
 @known("wait", of=MODULES)
 def wait_barrier(mbarrier, phase, pred=True, deps=()) -> None:
-    """Block until the phase of this parity has ended."""
+    """Wait until the phase of this parity has ended."""
     parity = to_tensor(phase).data
     for dep in deps:
         if isinstance(dep, MemDesc):
@@ -356,7 +356,7 @@ def wait_barrier(mbarrier, phase, pred=True, deps=()) -> None:
         if isinstance(parity, float) or int(parity) not in (0, 1):
             refuse("barrier", f"mbarrier.wait: the phase is a parity, 0 or 1; got {parity}. Take it `& 1`.")
         for barrier, block in zip(barriers_of(mbarrier, "mbarrier.wait"), context.partition().blocks, strict=True):
-            if barrier.block == block.index:  # the others of a group go on
+            if barrier.block == block.index:  # the other blocks of a group go on
                 wait(barrier, int(parity), block)
 
 
@@ -368,7 +368,7 @@ def spend_barrier(label: str) -> None:
 
 @known(of=(hopper,))
 def fence_async_shared(cluster=False) -> None:
-    """Make all ordinary accesses that this partition knows of visible to the async proxy."""
+    """Make all ordinary accesses in this partition's knowledge visible to the async proxy."""
     for block in context.partition().blocks:
         join(block.fenced, block.clock)
     spend_barrier("fence")

@@ -1,7 +1,7 @@
-"""A student's Gluon kernel compiled for Hopper without a GPU: its instructions by what they do, registers, spills.
+"""Compile a student's Gluon kernel for Hopper without a GPU, and count its instructions by kind, registers and spills.
 
-A wrong kernel can end the process that compiles it, so a child process does: a fork of this process where that is safe
-(milliseconds), a fork of a process beside it otherwise (`utils.kernels.warm_process`), which runs this file as a module.
+A wrong kernel can end the process that compiles it, so a child process does it: a fork of this process if that is safe
+(milliseconds), else a fork of a server process (`utils.kernels.warm_process`), which runs this file as a module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from utils.kernels import offline
 from utils.kernels.warm_process import WarmProcess
 from utils.machine import versions
 
-# What to look for in SASS, by what it does.
+# {kind of instruction: regular expression for SASS}.
 INSTRUCTIONS = {
     "global loads": r"\bLDG\.",
     "global stores": r"\bSTG\.",
@@ -38,7 +38,7 @@ INSTRUCTIONS = {
     "register moves": r"\bUSETMAXREG",
 }
 
-# Instructions worth reading beside the line of source that they come from.
+# Instructions to show beside their line of source.
 READABLE = {
     "PTX": r"cp\.async|wgmma\.|mbarrier\.|fence\.proxy\.async|bar(rier)?\.(cta\.)?sync|setmaxnreg|ex2\.approx|(ld|st)\.(global|shared)",
     "SASS": r"UTMA(LDG|STG)|SYNCS|HGMMA|FENCE|BAR\.SYNC|WARPGROUP|LDGSTS|MUFU\.EX2|USETMAXREG|\b(LDG|STG|LDS|STS|LDSM|STSM)\b",
@@ -47,9 +47,9 @@ READABLE = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel compiled. registers: at launch, before setmaxnreg moves them between warpgroups.
+    """The figures of a compiled kernel. registers: at launch, before setmaxnreg moves them between warpgroups.
 
-    `lines` has the READABLE instructions by the line of the kernel's file that they come from:
+    `lines` has the READABLE instructions by their line in the kernel's file:
     {"PTX": {"40": ["wgmma.mma_async...", ...]}, "SASS": ...}.
     """
 
@@ -59,10 +59,10 @@ class Compiled:
     registers: int
     spill_bytes: int
     lines: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    tensor_columns: int = 0  # of tensor memory; Hopper has none
+    tensor_columns: int = 0  # columns of tensor memory; Hopper has none
 
     def __getitem__(self, what: str) -> int:
-        """How many instructions of a kind: one of INSTRUCTIONS."""
+        """Return the number of instructions of a kind, one of INSTRUCTIONS."""
         return self.instructions[what]
 
 
@@ -76,18 +76,18 @@ class Request:
     signature: dict[str, str]  # Triton's types of the parameters, without the constants
     constants: dict[str, object]  # values of the gl.constexpr parameters
     aligned: list[str]  # parameters whose values are multiples of 16, as a launch tells the compiler
-    num_warps: int  # of the default partition
+    num_warps: int  # warps of the default partition
     capability: int = offline.HOPPER
 
 
 class CompilerRefusal(Exception):
-    """The compiler refuses a kernel; the message is what it wrote."""
+    """The compiler refuses a kernel; the message is the compiler's output."""
 
 
 def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 120.0) -> Compiled | None:
     """Compile a kernel for sm_90a in a child process; raise CompilerRefusal if it does not compile.
 
-    figures: count instructions, registers and spills. Without, a kernel that compiles returns None, in half the time.
+    figures: whether to count instructions, registers and spills. Without them the result is None, in half the time.
     """
     path = write_source(request.source, request.file)
     ended = PROCESS.run({"path": str(path), **asdict(request), "figures": figures}, timeout)
@@ -100,7 +100,7 @@ def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 1
 
 
 def warm_up() -> None:
-    """Import what compiling needs, so that a fork of this process compiles at once."""
+    """Import the compiler's modules, so that a fork of this process compiles at once."""
     from triton.runtime.cache import triton_key
 
     versions.adopt_newest_gluon_names()  # imports Gluon
@@ -108,7 +108,7 @@ def warm_up() -> None:
 
 
 def answer(request: dict) -> dict | None:
-    """Compile what a request asks for; return the fields of `Compiled`, or None if it asks for no figures."""
+    """Compile the kernel of a request; return the fields of `Compiled`, or None if it asks for no figures."""
     kernel = getattr(import_file(Path(request["path"])), request["kernel"])
     given = ("signature", "constants", "aligned", "num_warps", "capability")
     built = offline.compile_gluon(kernel, *(request[name] for name in given))
@@ -125,7 +125,7 @@ def answer(request: dict) -> dict | None:
 
 
 def _by_line(assembly: str, file: str, pattern: str) -> dict[str, list[str]]:
-    """Return the instructions of a pattern by the line of a file that they come from, or were inlined into."""
+    """Return the instructions of a pattern by their line in a file. An inlined function counts for the line of its call."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+) "([^"]*)"', assembly, re.M))  # PTX numbers its files
     lines: dict[str, list[str]] = {}
     line = ""
@@ -151,12 +151,12 @@ def _by_line(assembly: str, file: str, pattern: str) -> dict[str, list[str]]:
 
 @functools.cache
 def _folder(process: int) -> tempfile.TemporaryDirectory:
-    """One for each process: a fork behind the grader's walls does not see its parent's."""
+    """Return a folder for each process: a fork behind the grader's walls does not see the folder of its parent."""
     return tempfile.TemporaryDirectory(prefix="kernels-")
 
 
 def write_source(source: str, file: str) -> Path:
-    """Write a text to a file of this name: Triton and error messages read a kernel's source from there."""
+    """Write a text to a file of this name: Triton and error messages read the source of a kernel from its file."""
     folder = Path(_folder(os.getpid()).name) / hashlib.sha256(source.encode()).hexdigest()[:12]
     folder.mkdir(exist_ok=True)
     path = folder / file
@@ -165,7 +165,7 @@ def write_source(source: str, file: str) -> Path:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a Python file under a module name of its own, which hides no other module."""
+    """Import a Python file under a new module name, which hides no other module."""
     name = f"{path.stem}_in_{path.parent.name}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

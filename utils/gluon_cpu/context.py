@@ -1,9 +1,9 @@
-"""What every other module asks: which program and partition run, where in the kernel's source, and who knows what.
+"""The state that all modules share: the running program and partition, the line of source, the knowledge of partitions.
 
-Knowledge is kept in vector clocks. A clock maps components to counts: ("partition", p, c) counts the ordinary
-instructions of a partition in block c of the cluster, ("barrier", b) the completed phases of an mbarrier, ("wgmma", p, c),
-("tma store", p, c) and ("cp.async", p, c) the in-order queues of a partition, and ("init", p, c) the mbarriers that it has
-initialized. An event is over for whoever's clock has at least its count.
+Vector clocks keep the knowledge. A clock maps components to counts: ("partition", p, c) counts the ordinary instructions of
+a partition in block c of the cluster, ("barrier", b) the completed phases of an mbarrier, ("wgmma", p, c),
+("tma store", p, c) and ("cp.async", p, c) the in-order queues of a partition, and ("init", p, c) its initialized mbarriers.
+A partition knows that an event is over if its clock has at least the event's count.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 Clock = dict[tuple, int]
 
 _program: Program | None = None
-_kernel_code: dict[int, CodeType] = {}  # by its id: to hash code is slow
-_sites: dict[tuple[int, int], Site] = {}  # by code and place in it: to ask a frame for its line is slow
-_kernel_modules: set[object] = set()  # the names of the modules that this code is in
+_kernel_code: dict[int, CodeType] = {}  # the keys are ids, because hashing code is slow
+_sites: dict[tuple[int, int], Site] = {}  # {(code, place in it): line}, because asking a frame for its line is slow
+_kernel_modules: set[object] = set()  # the names of the modules with kernel code
 
 
 def join(into: Clock, other: Clock) -> None:
-    """Add to one clock what another one knows."""
+    """Add the knowledge of the clock `other` to the clock `into`."""
     get = into.get
     for component, time in other.items():
         if get(component, 0) < time:
@@ -35,7 +35,7 @@ def join(into: Clock, other: Clock) -> None:
 
 
 class Knowledge:
-    """What is known to be over, and what of it the async proxy is known to see: a fence lies behind that."""
+    """The knowledge of a partition: `clock` has events that are over, `fenced` the events before a fence."""
 
     __slots__ = ("clock", "fenced")
 
@@ -43,17 +43,17 @@ class Knowledge:
         self.clock, self.fenced = clock, fenced
 
     def learn(self, other: Knowledge) -> None:
-        """Add what another one knows."""
+        """Add the knowledge of `other`."""
         join(self.clock, other.clock)
         join(self.fenced, other.fenced)
 
     def copy(self, ends: Clock | None = None) -> Knowledge:
-        """Return what is known now, and with it the `ends` of what is under way."""
+        """Return a copy of the knowledge, plus the `ends` of operations that are under way."""
         return Knowledge(self.clock | (ends or {}), dict(self.fenced))
 
 
 class Block(Knowledge):
-    """What one block of the cluster knows in one partition. Without clusters a partition has one of them."""
+    """The knowledge of one block of the cluster in one partition. Without clusters a partition has one Block."""
 
     __slots__ = ("index", "inits", "me")
 
@@ -61,7 +61,7 @@ class Block(Knowledge):
         self.index = index
         self.me = ("partition", partition, index)
         super().__init__({self.me: 1}, {})
-        self.inits: Clock = {}  # the initializations that it has made visible to the cluster by a fence
+        self.inits: Clock = {}  # the initializations that a fence has made visible to the cluster
 
     def tick(self) -> int:
         """Count one ordinary access, and return the new count."""
@@ -70,7 +70,7 @@ class Block(Knowledge):
 
 
 def set_program(program: Program | None) -> None:
-    """Say which program runs from now on; None if no one does."""
+    """Set the running program; None: no program runs."""
     global _program
     _program = program
 
@@ -88,7 +88,7 @@ def partition() -> Partition:
 
 
 def register_code(code: CodeType, module: object) -> None:
-    """Remember that frames of a function's code are kernel source; module: its name, as the function's globals have it."""
+    """Remember that frames of a function's code are kernel source; module: the `__name__` in the function's globals."""
     _kernel_modules.add(module)
     _kernel_code[id(code)] = code
     for constant in code.co_consts:
@@ -96,8 +96,8 @@ def register_code(code: CodeType, module: object) -> None:
             register_code(constant, module)
 
 
-# To read `f_code` is an audit event, `f_globals` is none. Where a process has an audit hook, as a student's has while it is
-# graded, most of the time would go to frames of the simulator itself, so their module is looked at first.
+# Reading `f_code` is an audit event, reading `f_globals` is not. A student's process has an audit hook during grading, and most
+# frames are the simulator's own. So the module of a frame is compared first.
 def sites() -> tuple[Site, ...]:
     """Return the lines of kernel source on the stack, innermost first."""
     lines, frame = [], sys._getframe(1)
@@ -122,7 +122,7 @@ def site() -> Site:
 
 
 def _finding(kind: str, message: str, stack: tuple[Site, ...], partition: str | None, others=()) -> Report:
-    """A report whose first site is where it happened, and whose further ones are the calls that led there."""
+    """Return a report with the innermost line as its site, and the lines of the calls around it."""
     name = _program.partition.name if _program and partition is None else partition or ""
     ids = _program.ids if _program else ()
     return Report(kind, message, stack[0] if stack else NOWHERE, name, ids, stack[1:], others)
@@ -136,24 +136,24 @@ def report(
     Args:
         kind: one of KINDS.
         message: what happened, and what to do about it.
-        at: the line, if it is not the one that runs now.
-        others: further lines that the message speaks about.
-        partition: the partition's name, if it is not the running one.
+        at: the line; None: the running line.
+        others: further lines in the message.
+        partition: the partition's name; None: the running partition's.
     """
     stack = sites()
     if at is not None:
         stack = (at, *(stack[1:] if stack and stack[0] == at else ()))
-    error = _kept(_finding(kind, message, stack, partition, others))
+    error = _keep(_finding(kind, message, stack, partition, others))
     if _program is None or _program.run.stop_at_first:
         raise error
 
 
 def note(kind: str, message: str, others: tuple[Site, ...]) -> None:
-    """Keep a finding that the compiler repairs: it is no mistake on the machine, and ends nothing."""
+    """Keep a finding that the compiler repairs. It is no mistake on the machine, and the run goes on."""
     program().collect(_finding(kind, message, sites(), None, others), program().run.notes)
 
 
-def _kept(finding: Report) -> Exception:
+def _keep(finding: Report) -> Exception:
     """Put a finding into the run and on its timeline, and return its error."""
     if _program is not None:
         _program.mark(finding)
@@ -162,14 +162,14 @@ def _kept(finding: Report) -> Exception:
 
 
 def refuse_error(error: Exception) -> NoReturn:
-    """Report an error of Python in kernel code with the line that it came from; raise it as it is if there is no such line."""
+    """Report a Python error in kernel code with its line of the kernel; without such a line raise the error unchanged."""
     steps = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     stack = [Site(code.co_filename, line, code.co_name) for code, line in steps if id(code) in _kernel_code]
     if not stack:
         raise error
-    raise _kept(_finding("kernel", f"{type(error).__name__}: {error}", tuple(stack[::-1]), None)) from error
+    raise _keep(_finding("kernel", f"{type(error).__name__}: {error}", tuple(stack[::-1]), None)) from error
 
 
 def refuse(kind: str, message: str) -> NoReturn:
-    """Report a mistake, of one of KINDS, after which the kernel cannot go on: what happened, and what to do about it."""
-    raise _kept(_finding(kind, message, sites(), None))
+    """Report a mistake that ends the kernel. kind: one of KINDS; message: what happened, and what to do about it."""
+    raise _keep(_finding(kind, message, sites(), None))

@@ -1,6 +1,6 @@
-"""Copies that run on their own after they were started: TMA and cp.async.
+"""Asynchronous copies: TMA and cp.async.
 
-A program knows that a copy is over only after the wait for it: a barrier phase, tma.store_wait, async_copy.wait_group.
+A program knows the end of a copy only after a wait for it: a barrier phase, tma.store_wait or async_copy.wait_group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tensors import Tensor
 
 @dataclass(eq=False)
 class _Copy:
-    """A TMA copy under way to shared memory."""
+    """A running TMA copy to shared memory."""
 
     buffer: str
     bytes: int
@@ -36,10 +36,10 @@ class _Copy:
 def _transfer(
     unit: str, kind: str, buffer: str, nbytes: int, *, phase: int | None = None, instructions: int = 1
 ) -> float:
-    """Spend the time to start a copy, put the copy on the timeline, and return when it ends.
+    """Spend the time to start a copy, put the copy on the timeline, and return its end.
 
-    Copies share the memory's bandwidth. One into shared memory arrives after the memory's latency; one out of it has
-    read its buffer before.
+    Copies share the memory's bandwidth. A copy into shared memory arrives after the memory's latency. A copy out of it ends
+    when it has read its buffer.
     """
     program = context.program()
     model = program.model
@@ -61,9 +61,9 @@ def _coordinates(coord) -> list[int]:
 
 @known("async_copy_global_to_shared", "async_load", of=(hopper.tma,))
 def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False, cache_policy=None) -> None:
-    """Start a TMA copy from global to shared memory, which reports to a barrier.
+    """Start a TMA copy from global to shared memory; its end reports to a barrier.
 
-    With `multicast`, of the blocks that hold the same tile the first one copies it for all, and each one's barrier is told.
+    With `multicast`, the first block with a tile copies it for all blocks with this tile, and reports to each block's barrier.
     """
     layouts.check_tma(tensor_desc, coord, result, "A TMA copy")
     at = _coordinates(coord)
@@ -74,7 +74,7 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False, ca
 
 
 def _start_load(result, barrier, names: tuple[str, str], multicast: bool, read) -> None:
-    """Start a copy into shared memory that reports to a barrier; `read()` returns the values when it ends."""
+    """Start a copy into shared memory that reports to a barrier; at its end `read()` returns the values."""
     program = context.program()
     program.reschedule()
     p, bars = program.partition, own_barriers(barrier, names[0], pairs=True)
@@ -100,7 +100,7 @@ def _start_load(result, barrier, names: tuple[str, str], multicast: bool, read) 
 
 
 def _rows(tensor_desc, x_offsets, smem, what: str) -> list[int]:
-    """Return the rows that a TMA copy of single rows names; refuse memory or offsets that do not fit."""
+    """Return the row numbers of a TMA gather or scatter; refuse memory or offsets that do not fit."""
     layouts.check_elements(smem, what)
     shape = [*x_offsets.shape, tensor_desc.block_shape[-1]]
     if len(shape) != 2 or list(tensor_desc.block_shape) != [1, shape[1]] or list(smem.shape) != shape:
@@ -124,7 +124,7 @@ ROWS = (blackwell.tma,)
 def tma_gather(
     tensor_desc, x_offsets, y_offset, barrier, result, pred=True, multicast=False, cache_policy=None
 ) -> None:
-    """Start a TMA copy of rows by their numbers; rows outside of the tensor are zeros."""
+    """Start a TMA copy of rows by their numbers; a row outside of the tensor is zeros."""
     rows, column = _rows(tensor_desc, x_offsets, result, "tma.async_gather"), number(y_offset, "y_offset")
     if is_true(pred):
         names = ("tma.async_gather", f"the TMA gather into {result.label}")
@@ -136,7 +136,7 @@ def tma_gather(
 
 @known("async_scatter", of=ROWS)
 def tma_scatter(tensor_desc, x_offsets, y_offset, src, cache_policy=None) -> None:
-    """Start a TMA copy of rows to global memory by their numbers; rows outside of the tensor stay away."""
+    """Start a TMA copy of rows to global memory by their numbers; a row outside of the tensor is dropped."""
     rows, column = _rows(tensor_desc, x_offsets, src, "tma.async_scatter"), number(y_offset, "y_offset")
     _send([min(rows), column], src, "A TMA scatter", src.nbytes_per_cta)
     for row, values in zip(rows, src.view, strict=True):
@@ -148,7 +148,7 @@ CLC = (blackwell.clc,) if hasattr(blackwell, "clc") else ()
 
 @known(of=CLC)
 def try_cancel(result, barrier) -> None:
-    """Take over a program that has not begun: 16 bytes in every block say which one, or that there is none."""
+    """Take over a program that has not begun: 16 bytes in every block have its index, or say that there is none."""
     if result.dtype.name != "int64" or list(result.shape) != [2]:
         refuse("layout", f"clc.try_cancel writes int64[2]; {result.label} is {result.dtype}{list(result.shape)}.")
     waiting = context.program().run.waiting
@@ -191,7 +191,7 @@ def tma_store(tensor_desc, coord, src, cache_policy=None) -> None:
 
 
 def _enter_reduction(name: str, update, floats: tuple[str, ...]) -> None:
-    """Enter tma.async_atomic_<name>, which combines a tile of shared memory with global memory."""
+    """Add tma.async_atomic_<name> to the table: it combines a tile of shared memory with global memory."""
 
     def reduce(tensor_desc, coord, src) -> None:
         dtype = tensor_desc.dtype
@@ -208,7 +208,7 @@ def _enter_reduction(name: str, update, floats: tuple[str, ...]) -> None:
     known(f"async_atomic_{name}", of=(hopper.tma,))(reduce)
 
 
-# What cp.reduce.async.bulk.tensor takes: PTX's table of types.
+# The types of cp.reduce.async.bulk.tensor, from the table of PTX.
 _enter_reduction("add", np.add, ("fp16", "bf16", "fp32"))
 _enter_reduction("min", np.fmin, ("fp16", "bf16"))
 _enter_reduction("max", np.fmax, ("fp16", "bf16"))
@@ -218,7 +218,7 @@ _enter_reduction("xor", np.bitwise_xor, ())
 
 
 def _send(at: list[int], src, what: str, nbytes: int) -> list[int]:
-    """Let TMA read a tile of shared memory; return the box's coordinates."""
+    """Let TMA read a tile of shared memory; return the coordinates of the box."""
     if min(at) < 0:
         refuse(
             "out of bounds",
@@ -240,7 +240,7 @@ def _send(at: list[int], src, what: str, nbytes: int) -> list[int]:
 def store_wait(pendings, read_only=True) -> None:
     """Wait until all but the last `pendings` stores of this partition have read their buffers.
 
-    What a store writes is visible to all at once here, so `read_only=False` waits for nothing more.
+    The writes of a store are visible at once here, so `read_only=False` waits for nothing more.
     """
     program = context.program()
     program.reschedule()
@@ -252,21 +252,21 @@ def store_wait(pendings, read_only=True) -> None:
 
 @dataclass(eq=False)
 class _CpAsync:
-    """A cp.async under way; `number` counts those of its partition."""
+    """A running cp.async; number: its number among the partition's cp.asyncs."""
 
     number: int
     target: MemDesc
     values: np.ndarray
     end: float
     site: Site
-    signalled: bool = False  # whether an mbarrier tells of its end
+    signalled: bool = False  # whether its end reports to an mbarrier
 
 
 @known("async_copy_global_to_shared", "async_load", of=(ampere.async_copy,))
 def cp_async(
     smem, pointer, mask=None, cache_modifier=None, eviction_policy=None, volatile=False, cache_policy=None
 ) -> None:
-    """Start a copy of elements by their addresses; masked ones become zeros."""
+    """Start a copy of elements by their addresses; masked elements become zeros."""
     offsets, keep, layout = addresses(pointer, mask, "cp.async")
     layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout, offsets)
     program = context.program()
@@ -281,7 +281,7 @@ def cp_async(
 
 @known(of=(ampere.async_copy,))
 def commit_group() -> None:
-    """Close the group of copies that were started since the last one."""
+    """Close a group: it has all copies since the last group."""
     p = context.partition()
     p.copy_groups.append(p.copy_count)
 
@@ -296,7 +296,7 @@ def wait_group(num_outstanding=0) -> None:
 
 
 def _finish_copies(p, last: int) -> float:
-    """Let the partition's copies up to the one numbered `last` arrive in shared memory; return when all of them have."""
+    """Finish the partition's copies up to number `last`: write their values, and return the latest end."""
     end = 0.0
     while p.copies and p.copies[0].number <= last:
         copy = p.copies.pop(0)

@@ -1,4 +1,4 @@
-"""Gluon's element types in NumPy. NumPy has no bf16 and no fp8: such values are float32 numbers, rounded to their type."""
+"""Gluon's element types in NumPy. NumPy has no bf16 and no fp8, so these values are float32 numbers, rounded to their type."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 
-# Triton's type, torch's, and the NumPy type that holds the values.
+# (Triton's type, torch's type, NumPy's type for the values).
 _SAME_NAME = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
 _TYPES = (
     (gl.int1, torch.bool, np.bool_),
@@ -18,9 +18,9 @@ _TYPES = (
 NUMPY = {dtype.name: kind for dtype, _, kind in _TYPES}
 TORCH = {of_torch: dtype for dtype, of_torch, _ in _TYPES}
 _DTYPES = {name: np.dtype(kind) for name, kind in NUMPY.items()}
-# IEEE formats by range, then by precision: the wider one wins in mixed arithmetic.
+# Floating-point formats by range, then by precision: mixed arithmetic takes the higher rank.
 FLOAT_RANK = {"fp8e4nv": -2, "fp8e5": -1, "bf16": 0, "fp16": 1, "fp32": 2, "fp64": 3}
-# Types whose values NumPy holds as float32: torch's type, and the type of the same bits.
+# {type whose values are float32 in NumPy: (torch's type, torch's and NumPy's integer types of the same bits)}.
 HELD_WIDER = {
     "bf16": (torch.bfloat16, torch.int16, np.int16),
     "fp8e4nv": (torch.float8_e4m3fn, torch.uint8, np.uint8),
@@ -40,7 +40,7 @@ def numpy_type(dtype) -> type:
 
 
 def round_wide(x, name: str) -> np.ndarray:
-    """Round to a type of HELD_WIDER, to nearest even; the result is float32. What is too large for fp8 becomes its largest number."""
+    """Round to a type of HELD_WIDER, to nearest even, as float32. A number too large for fp8 becomes the largest fp8 number."""
     values = np.array(x, np.float32, order="C")
     if name in FP8_LARGEST:
         values = np.clip(values, -FP8_LARGEST[name], FP8_LARGEST[name])
@@ -48,7 +48,7 @@ def round_wide(x, name: str) -> np.ndarray:
 
 
 def to_bits(data: np.ndarray, dtype) -> np.ndarray:
-    """Return the bits of values, as integers where NumPy lacks the type."""
+    """Return the bits of values, as integers if NumPy lacks the type."""
     if dtype.name not in HELD_WIDER:
         return data
     kind, same_size, _ = HELD_WIDER[dtype.name]
@@ -56,7 +56,7 @@ def to_bits(data: np.ndarray, dtype) -> np.ndarray:
 
 
 def from_bits(bits: np.ndarray, dtype) -> np.ndarray:
-    """Return the values of bits: the way back from `to_bits`."""
+    """Return the values of bits from `to_bits`."""
     if dtype.name not in HELD_WIDER:
         return bits.view(numpy_type(dtype))
     kind, _, same_size = HELD_WIDER[dtype.name]
@@ -84,7 +84,7 @@ def round_to(data, dtype):
         return data
     kind = kind or numpy_type(dtype)
     if data.dtype.kind == "f" and kind.kind in "iu":
-        if kind.itemsize < 8:  # as on a GPU, the nearest number of 32 bits, and zero for NaN
+        if kind.itemsize < 8:  # a GPU takes the nearest number of 32 bits, and zero for NaN
             least, most = (0, 2**32 - 1) if kind.kind == "u" else (-(2**31), 2**31 - 1)
             data = np.clip(np.nan_to_num(data.astype(np.float64)), least, most)
         return np.trunc(data).astype(np.int64).astype(kind)

@@ -29,10 +29,10 @@ class GlobalBuffer:
             raise TypeError(f"gluon_cpu does not know {tensor.dtype} ({name}); it knows {known_types}.")
         self.name, self.dtype = name, TORCH[tensor.dtype]
         self.base = tensor.storage_offset()
-        # A kernel may touch the tensor's elements: none before its first one, none from `end` on, and none between its rows.
+        # A kernel may touch the tensor's elements only: nothing before the first, nothing from `end` on, nothing between rows.
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         self.end = last + 1 if tensor.numel() else 0
-        # Of rows that lie further apart than they are long, what lies between two of them belongs to others.
+        # If rows have gaps between them, the gaps belong to other tensors.
         steps = sorted(((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1), reverse=True)
         spans = [sum((n - 1) * s for s, n in steps[i:]) for i in range(len(steps) + 1)]
         apart = all(step > spans[i + 1] for i, (step, _) in enumerate(steps)) and self.end > tensor.numel()
@@ -67,19 +67,19 @@ class GlobalBuffer:
     def write(self, offsets: np.ndarray, values: np.ndarray) -> None:
         """Set the values at offsets, counted in elements."""
         at, bits = offsets + self.base, to_bits(np.asarray(values), self.dtype) if self.in_bits else values
-        if not np.array_equal(self.raw[at], bits):  # a loop that stores the same once more goes nowhere
+        if not np.array_equal(self.raw[at], bits):  # equal values are no effect: that shows endless loops
             context.program().effects += 1
             self.raw[at] = bits
 
 
 def pointer(tensor: torch.Tensor, name: str) -> Tensor:
-    """Return a torch tensor as a kernel sees it: a pointer to its first element."""
+    """Return the pointer to the first element of a torch tensor, as the argument of a kernel."""
     buffer = GlobalBuffer(tensor, name)
     return Tensor(0, gl.pointer_type(buffer.dtype), None, buffer)
 
 
 def addresses(ptr, mask, what: str):
-    """Return (offsets, mask, layout) of an access; refuse what does not fit or lies outside."""
+    """Return (offsets, mask, layout) of an access; refuse a mask that does not fit, and addresses outside of the tensor."""
     if not isinstance(ptr, Tensor) or ptr.buffer is None:
         refuse("kernel", f"{what} needs a pointer or a tensor of pointers, got {ptr!r}.")
     layout = ptr.layout
@@ -94,7 +94,7 @@ def addresses(ptr, mask, what: str):
             refuse("layout", f"{what}: one pointer with a mask of shape {list(mask.shape)}.")
         keep = np.asarray(mask.data, dtype=np.bool_)
     if offsets.ndim:
-        layouts.distributed(layout, offsets.shape, what)
+        layouts.register_layout(layout, offsets.shape, what)
     everywhere = keep.all()
     if offsets.shape != keep.shape:
         offsets, keep = np.broadcast_arrays(offsets, keep)
@@ -103,7 +103,7 @@ def addresses(ptr, mask, what: str):
 
 
 def read_kept(buffer: GlobalBuffer, offsets: np.ndarray, keep: np.ndarray) -> np.ndarray:
-    """Return the values at those offsets that a mask keeps, and zeros elsewhere."""
+    """Return the values at the offsets that a mask keeps, and zeros at all others."""
     if offsets.ndim and keep.all():
         return buffer.read(offsets)
     values = np.zeros(offsets.shape, numpy_type(buffer.dtype))
@@ -122,7 +122,7 @@ def load(
     eviction_policy="",
     volatile=False,
 ):
-    """Load elements by their addresses; masked ones are `other`, or NaN, because a GPU leaves them undefined."""
+    """Load elements by their addresses; masked elements are `other`, or NaN, because a GPU leaves them undefined."""
     offsets, keep, layout = addresses(pointer, mask, "gl.load")
     program = context.program()
     dtype = pointer.dtype.element_ty
@@ -159,9 +159,9 @@ def store(pointer, value, mask=None, boundary_check=(), cache_modifier="", evict
 
 
 def _spend(latency: float, kind: str, pointer: Tensor, offsets: np.ndarray, keep: np.ndarray, layout) -> None:
-    """Spend the time of an access, and note on the timeline how many 32-byte sectors it touches.
+    """Spend the time of an access, and note its bytes and its sectors of 32 bytes on the timeline.
 
-    Sectors count once for each instruction of each warp that touches them.
+    A sector counts once for each instruction of each warp that touches it.
     """
     program, buffer = context.program(), pointer.buffer
     size = buffer.dtype.primitive_bitwidth // 8
@@ -169,11 +169,11 @@ def _spend(latency: float, kind: str, pointer: Tensor, offsets: np.ndarray, keep
         latency + np.count_nonzero(keep) * size / program.num_ctas / program.model.global_bytes, kind, buffer.name
     )
     if program.events is None or not offsets.shape or isinstance(layout, AutoLayout):
-        return  # sectors depend on a layout that only the compiler knows
+        return  # only the compiler knows the layout, and with it the sectors
     elements = layouts.elements_of(layout, offsets.shape, program.partition.num_warps, program.num_ctas)
     at = (offsets.reshape(-1)[elements] + buffer.base) * size  # registers x lanes x warps
     kept = keep.reshape(-1)[elements]
-    together = 1  # registers that one instruction moves: neighbours in memory, 16 bytes at most
+    together = 1  # an instruction moves so many registers: neighbours in memory, at most 16 bytes
     while 2 * together * size <= 16 and 2 * together <= len(at) and (np.diff(at[: 2 * together, 0, 0]) == size).all():
         together *= 2
     groups = (at // 32).reshape(-1, together, *at.shape[1:])
@@ -186,13 +186,13 @@ def _spend(latency: float, kind: str, pointer: Tensor, offsets: np.ndarray, keep
 
 
 def _combine(what: str, update, pointer, mask, *operands) -> Tensor:
-    """Replace elements of memory by `update(element, operands...)`, and return what was there; programs run one after another."""
+    """Replace elements of memory by `update(element, operands...)`, and return the old elements."""
     offsets, keep, layout = addresses(pointer, mask, what)
     dtype = pointer.dtype.element_ty
     values = [np.broadcast_to(round_to(np.asarray(to_tensor(x).data), dtype), offsets.shape) for x in operands]
     old = np.zeros(offsets.shape, numpy_type(dtype))
     if update is np.add and offsets.ndim and np.unique(offsets[keep]).size == np.count_nonzero(keep):
-        # No address twice, as nearly always: all at once, where one by one takes seconds.
+        # No address comes twice, as nearly always: compute all at once, because one by one takes seconds.
         old[keep] = pointer.buffer.read(offsets[keep])
         pointer.buffer.write(offsets[keep], round_to(np.asarray(old[keep] + values[0][keep]), dtype))
         keep = np.zeros_like(keep)
@@ -227,7 +227,7 @@ known("atomic_store")(lambda pointer, val, mask=None, sem=None, scope=None: stor
 
 
 class _BlockType:
-    """What desc.block_type is: shape, dtype and bytes of a descriptor's box."""
+    """The type `desc.block_type` of a descriptor's box: shape, dtype and bytes."""
 
     def __init__(self, dtype, shape: list[int]):
         self.element_ty = self.scalar = dtype
@@ -255,14 +255,14 @@ class Descriptor:
         self.shape = tuple(Tensor(s, gl.int32) for s in self.sizes)
         self.strides = tuple(Tensor(s, gl.int64) for s in self.steps)
         self.type = self
-        # Offsets of a box's elements from its first one, by its size.
+        # {size of a box: offsets of its elements from the first element}.
         self.boxes: dict[tuple[int, ...], np.ndarray] = {}
 
     def __getattr__(self, name):
         refuse("unknown operation", f"gluon_cpu does not know .{name} of a TMA descriptor.")
 
     def box(self, coord: list[int], what: str) -> tuple[np.ndarray, tuple[slice, ...]]:
-        """Return the part of a box that lies inside of the tensor: its offsets, and where it lies in the box."""
+        """Return the part of a box inside of the tensor: its offsets in memory, and its place in the box."""
         start, lengths, places = self.start, [], []
         for at, size, step, block in zip(coord, self.sizes, self.steps, self.block_shape, strict=True):
             first, end = min(max(at, 0), size), max(min(at + block, size), 0)
@@ -279,7 +279,7 @@ class Descriptor:
         return offsets, tuple(places)
 
     def read(self, coord: list[int]) -> np.ndarray:
-        """Return the box's values; outside of the tensor they are the padding."""
+        """Return the values of the box; outside of the tensor they are the padding."""
         offsets, places = self.box(coord, "A TMA copy")
         values = self.buffer.read(offsets)
         if values.shape == tuple(self.block_shape):
@@ -299,11 +299,11 @@ class Descriptor:
         old = np.asarray(self.buffer.read(offsets))
         self.buffer.write(offsets, round_to(np.asarray(combine(old, np.asarray(values)[places])), self.dtype))
 
-    handle = property(lambda self: self)  # what a builtin of a kernel's author passes on
+    handle = property(lambda self: self)  # for builtins of a kernel's author
 
 
 def host_descriptor(desc, name: str) -> Descriptor:
-    """Return a TensorDescriptor that was made on the host as a kernel sees it."""
+    """Return the Descriptor of a TensorDescriptor from the host."""
     if getattr(desc, "round_f32_to_tf32", False):
         text = f"{name}: gluon_cpu does not round to tf32 on the way, as round_f32_to_tf32=True asks"
         refuse("unknown operation", f"{text}. Make the descriptor without it; wgmma reads the upper 19 bits anyway.")

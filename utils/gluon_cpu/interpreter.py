@@ -1,7 +1,7 @@
-"""Run kernel source as Python: each function is compiled anew, with its calls and assignments replaced by ours.
+"""Run kernel source as Python: compile each function anew, with the simulator's calls and assignments.
 
-Nothing of Triton is patched for this. A call looks its callee up in the table of known functions, by identity, so that
-aliases, helpers in other modules and functions as arguments work. Line numbers stay those of the source file.
+This patches nothing in Triton. A call looks up its function in the table of known functions by identity, so that aliases,
+helpers in other modules and functions as arguments work. Line numbers are those of the source file.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def rewrite(jit) -> tuple:
     }
     names = {k: v for k, v in {**original.__globals__, **closure}.items() if k not in local}
     function.body = rewrite_body(function.body, names, None if isinstance(jit, _AuthorBuiltin) else CodeGenerator)
-    # A function around it holds what the rewritten code calls, and the variables of the original's closure.
-    # In there the function has a name that no kernel uses: by its own name, the body of a method `load` would find the
-    # method itself where the kernel calls a global function `load`.
+    # An outer function holds the functions for rewritten code, and the variables of the original closure. Inside, the function
+    # has a name that no kernel uses: with its own name, a method `load` would find itself when its body calls a global
+    # function `load`.
     name, function.name = function.name, "__gluon_body"
     factory = ast.parse(f"def __gluon_factory({', '.join([*RUNTIME, *closure])}):\n    return {function.name}")
     assert isinstance(factory.body[0], ast.FunctionDef)
@@ -59,7 +59,7 @@ def rewrite(jit) -> tuple:
     space: dict = {}
     exec(compile(factory, original.__code__.co_filename, "exec"), original.__globals__, space)
     body = space["__gluon_factory"](*RUNTIME.values(), *closure.values())
-    body.__code__ = body.__code__.replace(co_name=name)  # reports name the function as its author does
+    body.__code__ = body.__code__.replace(co_name=name)  # reports use the name from the source
     context.register_code(body.__code__, original.__globals__.get("__name__"))
     signature = inspect.signature(original)
     annotations = [(name, str(p.annotation)) for name, p in signature.parameters.items()]
@@ -69,7 +69,7 @@ def rewrite(jit) -> tuple:
 
 
 def _run_of(jit):
-    """Return a function that runs a @gluon.jit function, quickly where it is called with all arguments by place."""
+    """Return a function that runs a @gluon.jit function; a call with all arguments by place is fast."""
     body, signature, constant = rewrite(jit)
     count, places = len(signature.parameters), tuple(constant.values())
 
@@ -104,7 +104,7 @@ def run_jit(jit, args: tuple, kwargs: dict):
     return body(*values)
 
 
-# ---- what rewritten code calls -----------------------------------------------------------------------------------
+# ---- functions for rewritten code --------------------------------------------------------------------------------
 
 
 _VALUES = (*NUMBERS, str, type(None), list, tuple, gl.dtype)
@@ -148,7 +148,7 @@ def _items(values):
 
 
 def _hold(value, label: str | tuple[str, ...]) -> None:
-    """Remember the names by which the running function holds memory: that lives as long as a later line has one (reuse.py)."""
+    """Remember the running function's names for memory: the memory lives until the last line with one of them (reuse.py)."""
     for part, names in zip(value, label, strict=False) if isinstance(label, tuple) else [(value, label)]:
         for leaf in (part,) if type(part) is MemDesc else flatten((part,)):
             if isinstance(leaf, MemDesc):
@@ -157,7 +157,7 @@ def _hold(value, label: str | tuple[str, ...]) -> None:
 
 
 def _two_values(follower, other, names: tuple[str, str]) -> None:
-    """Refuse a loop in which a name follows another where both begin as one value: Triton then never changes the first."""
+    """Refuse a loop in which a name follows another name if both begin as one value: Triton then never changes the follower."""
     if follower is other and type(other) is Tensor:
         y, x = names
         text = f"{y} and {x} are one value before this loop, in which Triton then keeps {y} as it is"
@@ -165,23 +165,23 @@ def _two_values(follower, other, names: tuple[str, str]) -> None:
 
 
 def _layout(value, label: str):
-    """Refuse a layout that is assigned as if it were a value of the kernel."""
+    """Refuse an assignment of a layout without gl.constexpr."""
     refuse("kernel", f"A layout is a compile-time constant: write `{label or 'name'}: gl.constexpr = ...`.")
 
 
 def _unnamed_layout(value):
-    """Refuse a layout that is read from a tensor's type right where a jit function is called; Triton 3.6 does not take it."""
+    """Refuse a layout from a tensor's type in the call of a jit function: Triton 3.6 needs a name for it."""
     text = "Triton 3.6 takes no layout that is read from a type in the call of a jit function"
     refuse("kernel", f"{text}: write `layout: gl.constexpr = ...` before the call, and give it `layout`.")
 
 
 def _constants(values: dict, names: tuple[str, ...]) -> dict:
-    """Return those of the names that are compile-time constants."""
+    """Return the names with compile-time constants, and these constants."""
     return {name: values[name] for name in names if isinstance(values.get(name), NUMBERS)}
 
 
 def _check_constants(constants: dict, values: dict) -> None:
-    """Refuse a loop that has given a run-time value to a name that held a compile-time constant before it."""
+    """Refuse a loop that gives a run-time value to a name with a compile-time constant."""
     for name, constant in constants.items():
         if name != _TURN and isinstance(values.get(name), Tensor):
             text = f"`{name}` was a compile-time constant before this loop ({constant}), and the loop assigns to it"
@@ -189,11 +189,11 @@ def _check_constants(constants: dict, values: dict) -> None:
             refuse("kernel", f"{text}: the compiler refuses a variable that changes its type in a loop. {hint}.")
 
 
-_TURN = "of the turn before"  # no name of a kernel: what a while loop's names held then, and the program's effects
+_TURN = "of the turn before"  # key of the effects and values after a turn of a while loop; no name of a kernel
 
 
 def _turn(state: dict, values: dict, names: tuple[str, ...]) -> None:
-    """Let others go on if a turn of a while loop has changed nothing: without them it would go on like this for ever."""
+    """Let other partitions go on if a turn of a while loop has changed nothing: alone, the loop would never end."""
     program = context.program()
     now = [values.get(name) for name in names]
     effects, before = state.get(_TURN, (-1, []))
@@ -207,7 +207,7 @@ def _is_same(a, b) -> bool:
 
 
 def _constexpr(value, label: str, unrolled: set[str] | None = None):
-    """Return a constant's value; `unrolled` has the constants that earlier turns of a static_range have named."""
+    """Return the value of a constant; unrolled: names of constants from earlier turns of a static_range."""
     if isinstance(value, Tensor):
         refuse("kernel", f"{label}: gl.constexpr = ... needs a value known when the kernel is compiled.")
     if unrolled is not None:
@@ -223,7 +223,7 @@ def _step() -> None:
 
 
 class _LoopVariable(Tensor):
-    """The variable of a loop behind the loop, where Triton leaves it undefined."""
+    """The variable of a loop after the loop: Triton leaves it undefined, so every use is refused."""
 
     __slots__ = ("name",)
 
@@ -233,13 +233,13 @@ class _LoopVariable(Tensor):
 
     @property
     def data(self):
-        """Refused."""
+        """Refuse a use."""
         text = f"`{self.name}` is the variable of a loop, and behind the loop Triton leaves it undefined"
         refuse("kernel", f"{text}. Compute it from the loop's bounds.")
 
 
 def _range(*bounds):
-    """`range`, with a run-time scalar for the loop variable."""
+    """Yield the numbers of `range` as run-time scalars."""
     if len(bounds) == 3 and isinstance(bounds[2], Tensor) and bounds[2].data < 1:
         text = f"range with a step of {bounds[2].data} that is known at run time only: Triton counts upwards there"
         refuse("kernel", f"{text}, so the loop has no turns, or no end. Write the step as a constant.")
@@ -254,7 +254,7 @@ def _static_range(*bounds):
 
 
 for _function in (bool, float, getattr, hasattr, int, len, list, print, repr, str, tuple, type):
-    TABLE[_function] = _function  # Python's own, for constants
+    TABLE[_function] = _function  # functions of Python, for constants
 TABLE |= {
     range: _range,
     min: lambda *values: functools.reduce(meaning("minimum"), values),
@@ -265,15 +265,15 @@ TABLE |= {
     tl.range: lambda *bounds, **hints: _range(*bounds),
     gl.constexpr: unwrap,
     tl.constexpr: unwrap,
-    gl.tensor: lambda handle, type=None: finished_tensor(handle),  # in a builtin of a kernel's author
+    gl.tensor: lambda handle, type=None: finished_tensor(handle),  # for builtins of a kernel's author
 }
 
 
-_resolved: dict[int, tuple] = {}  # a function by its id, which stays its own while it is kept here, and its meaning
+_resolved: dict[int, tuple] = {}  # {id: (function, its meaning)}; the reference to the function keeps the id unique
 
 
 def find(function):
-    """Return what does the work of a function that kernel code is about to call."""
+    """Return the simulator's version of a function, before kernel code calls it."""
     context.program().step()
     found = _resolved.get(id(function))
     if found is not None:
@@ -300,7 +300,7 @@ def _meaning_of(function):
 def _resolve(function):
     try:
         ours = TABLE.get(function)
-    except TypeError:  # not hashable
+    except TypeError:  # the function has no hash
         ours = None
     if ours is not None:
         return ours
@@ -314,7 +314,7 @@ def _resolve(function):
         return lambda *args, **kwargs: Aggregate(function, args, kwargs)
     owner = getattr(function, "__self__", None)
     if owner is not None and not isinstance(owner, types.ModuleType):
-        return function  # methods of Python's own constants
+        return function  # methods of Python's constants
     if isinstance(function, type):
         return once_for_constants(function)
     module = getattr(function, "__module__", "") or ""
@@ -328,7 +328,7 @@ def _resolve(function):
 
 
 class _AuthorBuiltin:
-    """A @builtin function from a kernel's own module, seen as a jit function."""
+    """A @builtin function from a kernel's own module, in the form of a jit function."""
 
     def __init__(self, function):
         self.fn = inspect.unwrap(function)
@@ -336,7 +336,7 @@ class _AuthorBuiltin:
 
 
 class _Semantic:
-    """What an author's builtin gets as `_semantic`: nothing of Triton's compiler is there to be used."""
+    """The argument `_semantic` for an author's builtin. Triton's compiler is not there, so every use is refused."""
 
     def __getattr__(self, name):
         refuse("unknown operation", f"gluon_cpu does not know _semantic.{name}: call a function of gl in its place.")

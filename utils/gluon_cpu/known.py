@@ -1,6 +1,6 @@
-"""What the simulator knows of Gluon: the meaning of each function, and which values are constants.
+"""The table of Gluon's functions that the simulator knows, and the rules for constants.
 
-The table begins empty. The modules with the operations fill it when they are imported, and the interpreter reads it.
+The table is empty at first. The modules with the operations fill it at their import, and the interpreter reads it.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ TABLE: dict[Any, Callable] = {}  # a function of Triton -> the function that doe
 
 
 def known(*names: str, of: tuple = (gl, tl)) -> Callable:
-    """Enter a function into the table as the meaning of Triton's functions of these names.
+    """Add a function to the table as the meaning of Triton's functions with these names.
 
-    A name that this version of Triton lacks is left out.
+    Names that this version of Triton lacks are left out.
 
     Args:
-        names: names in `of`; without any, the function's own name, less a trailing underscore.
-        of: the modules of Triton that have the function.
+        names: names in `of`; without names, the function's own name without a trailing underscore.
+        of: the modules of Triton with the function.
     """
 
     def enter(function: Callable) -> Callable:
         for name in names or (function.__name__.rstrip("_"),):
             for module in of:
                 if callable(getattr(module, name, None)):
-                    TABLE[getattr(module, name)] = _removed(name) or function
+                    TABLE[getattr(module, name)] = _refusal_of_removed(name) or function
         return function
 
     return enter
 
 
-def _removed(name: str) -> Callable | None:
-    """Return a function that refuses a name as the installed Triton does, or None if Triton still has it."""
+def _refusal_of_removed(name: str) -> Callable | None:
+    """Return a function that refuses a name that the installed Triton has removed; None if Triton still has the name."""
     replacement = versions.replacement_of_removed_gluon_name(name)
     if replacement is None:
         return None
@@ -53,7 +53,7 @@ def _removed(name: str) -> Callable | None:
     return refuse_name
 
 
-# What to use in place of what the simulator does not know: part of the name in Triton -> advice.
+# {part of a name in Triton that the simulator does not know: advice}.
 INSTEAD = {
     "block_ptr": "Load and store by addresses: pointer + offsets, with a mask.",
     "im2col": "Copy plain tiles with a TensorDescriptor, or load elements by their addresses with gl.load.",
@@ -69,7 +69,7 @@ INSTEAD = {
 
 
 def advice(name: str) -> str:
-    """Return a sentence on what to use in place of a function that the simulator does not know; "" if there is none."""
+    """Return advice in place of a function that the simulator does not know; "" if there is none."""
     return next((f" {text}" for part, text in INSTEAD.items() if part in name), "")
 
 
@@ -79,7 +79,7 @@ def meaning(name: str) -> Callable:
 
 
 class RunTimeValue:
-    """A value that is known only when the kernel runs, not when it is compiled."""
+    """A value that is known when the kernel runs, but not when it is compiled."""
 
     __slots__ = ()
     shape: Any
@@ -100,7 +100,7 @@ def constants(values, what: str) -> list:
 
 
 def once_for_constants(function):
-    """Return a function of constants that computes once what it has computed for equal numbers and the same layouts."""
+    """Return a function of constants that computes once for the same arguments: equal numbers and identical layouts."""
     results: dict[tuple, tuple] = {}
 
     def run(*args, **kwargs):
@@ -109,8 +109,8 @@ def once_for_constants(function):
             return function(*args, **kwargs)
         found = results.get(key)
         if found is None:
-            found = function(*args, **kwargs), args, kwargs  # the arguments' ids stay their own while they are kept
-            if not isinstance(found[0], list):  # somebody may change a list
+            found = function(*args, **kwargs), args, kwargs  # the references keep the arguments' ids unique
+            if not isinstance(found[0], list):  # a caller may change a list
                 results[key] = found
         return found[0]
 
@@ -118,12 +118,12 @@ def once_for_constants(function):
 
 
 def _key(value):
-    """Return what tells constants apart: numbers and texts by value, layouts and types by identity; None for others."""
+    """Return a key for a constant: the value of a number or text, the identity of a layout or type, None for others."""
     kind = type(value)
     if kind is int or kind is str:
         return value
     if kind is bool or value is None:
-        return kind, value  # True is no 1
+        return kind, value  # True is not 1
     if kind is tuple or kind is list:
         parts = tuple(map(_key, value))
         return None if None in parts else (kind, *parts)

@@ -1,4 +1,4 @@
-"""What the functions of `gl` do on NumPy data: programs, shapes, layouts, mathematics."""
+"""The functions of `gl` on NumPy data: programs, shapes, layouts, mathematics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def arange(start, end, layout=None):
     layouts.check_block([end - start], f"gl.arange({start}, {end})")
     run = context.program().run
     run.longest = max(run.longest, end - start)
-    layout = layouts.distributed(layout, [end - start], "gl.arange")
+    layout = layouts.register_layout(layout, [end - start], "gl.arange")
     return Tensor(np.arange(start, end, dtype=np.int32), gl.int32, layout)
 
 
@@ -52,7 +52,7 @@ def full(shape, value, dtype, layout=None):
     """Return a tensor of one value."""
     shape, dtype = constants(shape, "gl.full's shape"), constant(dtype, "gl.full's dtype")
     layouts.check_block(shape, "gl.full")
-    layout = layouts.distributed(layout, shape, "gl.full")
+    layout = layouts.register_layout(layout, shape, "gl.full")
     out = Tensor(np.full(shape, round_number(to_tensor(value).data, dtype), numpy_type(dtype)), dtype, layout)
     work(out)
     return out
@@ -64,7 +64,7 @@ def full_like(input, value, shape=None, dtype=None, layout=None):
     return full(input.shape if shape is None else shape, value, dtype or input.dtype, layout or input.layout)
 
 
-# Functions that say with other words what is there already.
+# Functions that follow from other functions.
 for _name, _function in {
     "num_warps": lambda: context.partition().num_warps,
     "num_ctas": lambda: context.program().num_ctas,
@@ -104,7 +104,7 @@ for _name, _function in {
 
 @known()
 def map_elementwise(scalar_fn, *args, pack=1):
-    """Return what a function of scalars gives for each element."""
+    """Return the results of a function of scalars for each element."""
     return context.program().call(scalar_fn, *args)
 
 
@@ -113,10 +113,10 @@ def map_elementwise(scalar_fn, *args, pack=1):
 
 @known()
 def convert_layout(value, layout, assert_trivial=False):
-    """Return the same values spread over the threads by another layout."""
+    """Return the same values in another layout."""
     if not isinstance(value, Tensor) or not value.shape:
         refuse("kernel", "gl.convert_layout needs a tensor, got a scalar.")
-    layout = layouts.distributed(layout, list(value.shape), "gl.convert_layout")
+    layout = layouts.register_layout(layout, list(value.shape), "gl.convert_layout")
     data = value.data
     if constant(assert_trivial, "assert_trivial"):
         layouts.view(value.layout, list(value.shape), "convert_layout(assert_trivial=True)", layout)
@@ -145,7 +145,7 @@ def broadcast(input, other):
 
 @known()
 def expand_dims(input, axis):
-    """Insert a dimension of one; the layout must be the SliceLayout that this dimension was sliced from."""
+    """Insert a dimension of one; the layout must be a SliceLayout along this dimension."""
     axis = constant(axis, "expand_dims' axis")
     if not isinstance(input, Tensor) or not input.shape:
         refuse("kernel", "Only tensors have dimensions to add to; this is a scalar.")
@@ -163,7 +163,7 @@ def expand_dims(input, axis):
 
 
 def _flat(values: tuple, what: str) -> list:
-    """The constants of `f(1, 2)` or `f((1, 2))`."""
+    """Return the constants of `f(1, 2)` or `f((1, 2))` as a list."""
     return constants(values[0] if len(values) == 1 and isinstance(values[0], (list, tuple)) else values, what)
 
 
@@ -298,7 +298,7 @@ _enter_extreme("minimum", "min", min)
 
 @known()
 def clamp(x, min, max, propagate_nan=None):
-    """Return the values, those below `min` or above `max` replaced by these."""
+    """Return the values, with `min` for smaller values and `max` for larger values."""
     return meaning("minimum")(meaning("maximum")(x, min, propagate_nan), max, propagate_nan)
 
 
@@ -349,7 +349,7 @@ def histogram(input, num_bins, mask=None, layout=None):
 
 @known()
 def dot_fma(a, b, acc):
-    """Return a @ b + acc, computed by the ordinary units."""
+    """Return a @ b + acc, computed without tensor cores."""
     work(acc)
     return Tensor(round_to(np.matmul(a.data, b.data) + acc.data, acc.dtype), acc.dtype, acc.layout)
 
@@ -372,14 +372,14 @@ def static_assert(cond, msg=""):
 
 @known("assume", "device_assert")
 def device_assert(cond, msg="", mask=None):
-    """Refuse the kernel unless a condition holds in every element; the compiler relies on that of gl.assume."""
+    """Refuse the kernel unless a condition holds in every element; the compiler relies on gl.assume."""
     if not np.all(to_tensor(cond).data):
         refuse("kernel", f"gl.assume or gl.device_assert: the condition does not hold. {msg}")
 
 
 @known()
 def multiple_of(input, values):
-    """Return the input; refuse one whose first element is no multiple of `values`, because the compiler relies on that."""
+    """Return the input; refuse it if its first element is no multiple of `values`, because the compiler relies on that."""
     first = np.asarray(to_tensor(input).data).flat[0]
     if input.buffer is None and any(first % value for value in _flat((values,), "multiple_of's values")):
         refuse("kernel", f"gl.multiple_of: {first} is no multiple of {values}, and the compiler relies on that.")
@@ -388,20 +388,20 @@ def multiple_of(input, values):
 
 @known()
 def device_print(prefix, *args, hex=False):
-    """Print values, with the program's index before them."""
+    """Print the program's index and then values."""
     print(context.program().ids, prefix, *(a.data if isinstance(a, Tensor) else a for a in args))
 
 
 @known(of=MODULES)
 def fence_init_release_cluster() -> None:
-    """Make the mbarriers that were initialized so far visible to the cluster, for whoever meets at its barrier next."""
+    """Make all mbarriers initialized so far visible to the cluster: blocks see them after the cluster's next barrier."""
     for block in context.partition().blocks:
         block.inits |= {component: count for component, count in block.clock.items() if component[0] == "init"}
 
 
 @known("arrive", of=versions.cluster_modules())
 def cluster_arrive(relaxed=False) -> None:
-    """Arrive at the cluster's barrier; a relaxed arrival passes on nothing but fenced initializations."""
+    """Arrive at the cluster's barrier; a relaxed arrival passes on fenced initializations only."""
     program = context.program()
     if program.num_ctas == 1:
         refuse("kernel", "cluster.arrive needs a cluster: the compiler refuses it unless num_ctas is 2 or more.")
@@ -440,7 +440,7 @@ def cluster_barrier(relaxed=False) -> None:
 def block_barrier(cluster=False):
     """Let the warps of a partition meet, or with `cluster` the blocks.
 
-    The warps of a block in a partition are one actor here, so only time passes for them.
+    The warps of a partition in one block are one actor here, so a barrier of warps only takes time.
     """
     program = context.program()
     program.reschedule()
@@ -451,7 +451,7 @@ def block_barrier(cluster=False):
 
 @known()
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
-    """Run the first function in the default partition, and each other one in a partition of its own."""
+    """Run the first function in the default partition, and every other function in its own partition."""
     pairs = [tuple(p) for p in functions_and_args]
     warps = constants(worker_num_warps, "worker_num_warps")
     for what, counts in (("warp", warps), ("register", worker_num_regs)):

@@ -1,7 +1,7 @@
-"""Rules for layouts: which fit a partition's warps, which an instruction accepts, and what they become in a view.
+"""Rules for layouts: they must fit the warps of a partition and the instructions, and they change in views.
 
-Triton's own layout algebra, which runs without a GPU, says what a layout becomes under permute, reshape, join and
-split. The rules of TMA and cp.async are here, those of wgmma in products.py, each with its reason.
+Triton's own layout algebra, which runs without a GPU, computes the layouts after permute, reshape, join and split. This file
+has the rules of TMA and cp.async, and products.py the rules of wgmma, each with its reason.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from . import context
 from .context import refuse
 from .known import constant, once_for_constants
 
-AUTO = AutoLayout()  # one object: layouts are compared by identity first
+AUTO = AutoLayout()  # one object for all, because layouts are compared by identity first
 
 
 _refuse = functools.partial(refuse, "layout")
 
 
 def threads(layout) -> tuple[int, int] | None:
-    """Return (threads of a warp, warps) that a layout is for; None if it is for any."""
+    """Return a layout's (threads of a warp, warps); None if it fits any numbers."""
     if isinstance(layout, (gl.SliceLayout, gl.DotOperandLayout)):
         return threads(layout.parent)
     if isinstance(layout, gl.BlockedLayout):
@@ -38,11 +38,11 @@ def threads(layout) -> tuple[int, int] | None:
 
 
 def block_bases(layout) -> list[list[int]]:
-    """Return how a layout spreads a tensor over the blocks of a cluster: a step for each bit of the block's number."""
+    """Return the spread of a tensor over the blocks of a cluster: a step in the tensor for each bit of the block's number."""
     if isinstance(layout, gl.SliceLayout):
         return [[*basis[: layout.dim], *basis[layout.dim + 1 :]] for basis in block_bases(layout.parent)]
     if isinstance(layout, gl.DistributedLinearLayout | gl.SharedLinearLayout):
-        # Its steps count elements, those of a cga_layout the blocks' parts of the tensor.
+        # Steps of this layout count elements; steps of a cga_layout count the blocks' parts of the tensor.
         steps = [sorted({abs(s) for s in along} - {0}) for along in zip(*layout.block_bases, strict=True)]
         return [[1 << steps[d].index(s) if s else 0 for d, s in enumerate(basis)] for basis in layout.block_bases]
     return getattr(layout, "cga_layout", None) or []
@@ -58,11 +58,11 @@ def per_block(shape: list[int], layout) -> list[int]:
 
 
 def places(layout, shape: list[int]) -> tuple:
-    """Return what two layouts have in common if they put the elements of a tile, counted in order, in the same places."""
+    """Return a key that is equal for two layouts if they put the elements of a tile, counted in order, in the same places."""
     bases = tuple(map(tuple, block_bases(layout)))
     if isinstance(layout, gl.NVMMASharedLayout) and not layout.transposed:
         row, swizzle = per_block(shape, layout)[-1] * layout.element_bitwidth // 8, layout.swizzle_byte_width
-        if swizzle in (0, row):  # the rows follow each other, however they are counted
+        if swizzle in (0, row):  # rows follow each other in memory for every shape of the tile
             return swizzle, bases
     if (
         isinstance(layout, gl.SwizzledSharedLayout)
@@ -74,7 +74,7 @@ def places(layout, shape: list[int]) -> tuple:
 
 
 def block_groups(layout, blocks: int) -> list[tuple[int, int]]:
-    """Return, for each block of a cluster, the first of those that hold the same part, and how many these are."""
+    """Return for each block of a cluster the first block with the same part of a tensor, and the number of such blocks."""
     if blocks == 1:
         return [(0, 1)]
     same = sum(1 << bit for bit, basis in enumerate(block_bases(layout)) if not any(basis))
@@ -104,13 +104,13 @@ def _check_cluster(layout, what: str) -> None:
         )
 
 
-_checked: dict[tuple, DistributedLayout] = {}  # a layout's id stays its own while it is kept here
+_checked: dict[tuple, DistributedLayout] = {}  # a key has the layout's id; the reference to the layout keeps it unique
 
 
-sliced = once_for_constants(gl.SliceLayout)
+slice_layout = once_for_constants(gl.SliceLayout)
 
 
-def distributed(layout, shape: list[int], what: str):
+def register_layout(layout, shape: list[int], what: str):
     """Return a register layout; refuse one that does not fit the shape or the warps of the running partition."""
     layout = constant(layout, f"{what}'s layout")
     if layout is None:
@@ -124,7 +124,7 @@ def distributed(layout, shape: list[int], what: str):
     if not isinstance(layout, DistributedLayout):
         _refuse(f"{what} needs a register layout (BlockedLayout, NVMMADistributedLayout, ...), got {layout!r}.")
     if isinstance(layout, gl.CoalescedLayout):
-        return AUTO  # the compiler chooses; here it fits everything, like an automatic one
+        return AUTO  # the compiler chooses this layout, so here it fits everything, like an automatic layout
     if layout.rank != len(shape):
         _refuse(f"{what}: shape {list(shape)} has {len(shape)} dimensions, {layout} has {layout.rank}.")
     spread = threads(layout)
@@ -140,15 +140,15 @@ def distributed(layout, shape: list[int], what: str):
 
 
 def check_block(shape: list[int], what: str) -> None:
-    """Refuse a shape of a register tensor whose dimensions are not powers of two."""
+    """Refuse a shape of a register tensor if a dimension is no power of two."""
     for size in shape:
         if not isinstance(size, int) or size < 1 or size & (size - 1):
             text = "every dimension of a tensor must be a power of two. Take the next one up and mask"
             _refuse(f"{what}: shape {list(shape)}; {text}.")
 
 
-def same(a, b, what: str):
-    """Return the common layout of two operands; refuse two different ones."""
+def common_layout(a, b, what: str):
+    """Return the common layout of two operands; refuse different layouts."""
     if a is b or a == b or isinstance(b, AutoLayout):
         return a
     if isinstance(a, AutoLayout):
@@ -185,7 +185,7 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
 
 
 def check_elements(smem, what: str) -> None:
-    """Refuse memory whose layout is for elements of another size: threads may use it so, TMA and tensor cores not."""
+    """Refuse memory with a layout for another element size: threads may use it, TMA and tensor cores may not."""
     bits = getattr(smem.layout, "element_bitwidth", smem.dtype.primitive_bitwidth)
     if bits != smem.dtype.primitive_bitwidth:
         _refuse(f"{what}: {smem.layout} is for {bits}-bit elements; {smem.label} is {smem.dtype}.")
@@ -210,9 +210,9 @@ def check_tma(desc, coord, smem, what: str) -> None:
 
 
 def check_cp_async(smem, shape, dtype, layout, offsets) -> None:
-    """Refuse a cp.async whose shapes or dtypes differ, or in which a thread copies less than four bytes at once.
+    """Refuse a cp.async with different shapes or dtypes, or with less than four neighbouring bytes in a thread.
 
-    `offsets` are the addresses in elements. A thread's elements are neighbours if their addresses follow each other.
+    offsets: the addresses in elements. A thread's elements are neighbours if their addresses follow each other.
     """
     if list(smem.shape) != list(shape):
         _refuse(f"cp.async: {smem.label} has shape {list(smem.shape)}, the pointers {list(shape)}.")
@@ -237,7 +237,7 @@ def check_cp_async(smem, shape, dtype, layout, offsets) -> None:
 
 @functools.cache
 def _semantic(num_warps: int, num_ctas: int):
-    """Triton's code generator on a scratch module, which is never compiled."""
+    """Return Triton's code generator on a scratch module, which is never compiled."""
     from triton._C.libtriton import gluon_ir, ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
@@ -289,7 +289,7 @@ def view(layout, shape: list[int], operation: str, argument=None, dtype=gl.float
     """Return the layout of a register tensor, or of shared memory, after an operation of _VIEWS."""
     if isinstance(layout, AutoLayout):
         return layout
-    # In these two cases Triton would end the process.
+    # Triton would end the process in these two cases.
     if "permute" in operation and sorted(argument) != list(range(len(shape))):
         _refuse(f"{operation}: {list(argument)} does not name each dimension of {list(shape)} once, from 0.")
     if getattr(layout, "rank", len(getattr(layout, "order", shape))) != len(shape):
@@ -306,7 +306,7 @@ def _warps_and_blocks() -> tuple[int, int]:
 
 
 def linear(layout, shape: list[int]):
-    """Return a layout as the DistributedLinearLayout or SharedLinearLayout that it is."""
+    """Return a layout in the form of a DistributedLinearLayout or SharedLinearLayout."""
     return _linear(layout, tuple(shape), *_warps_and_blocks())
 
 
@@ -318,9 +318,9 @@ def _linear(layout, shape: tuple[int, ...], warps: int, blocks: int):
 
 @functools.lru_cache(maxsize=64)
 def elements_of(layout, shape: tuple[int, ...], warps: int, blocks: int = 1) -> np.ndarray:
-    """Return which element each register of each lane of each warp holds: flat indices, (registers, lanes, warps).
+    """Return the flat index of the element in each register of each lane of each warp: (registers, lanes, warps).
 
-    The warps are those of all blocks of the cluster.
+    The warps of all blocks of the cluster count.
     """
     basis_of = _linear(layout, shape, warps, blocks)
     flat: np.ndarray = np.zeros((1, 1, 1), np.int64)
@@ -332,7 +332,7 @@ def elements_of(layout, shape: tuple[int, ...], warps: int, blocks: int = 1) -> 
 
 
 def crosses_warps(a, b, shape: list[int]) -> bool:
-    """Return whether warps need elements under layout b that other warps hold under a; False where the compiler chooses one."""
+    """Return whether layout b gives a warp elements that layout a gives to other warps; False if the compiler chooses a or b."""
     automatic = isinstance(a, AutoLayout) or isinstance(b, AutoLayout)
     return not automatic and _crosses_warps(a, b, tuple(shape), *_warps_and_blocks())
 
@@ -344,7 +344,7 @@ def _crosses_warps(a, b, shape: tuple[int, ...], warps: int, blocks: int) -> boo
 
 
 def spans_warps(layout, shape: list[int], axis: int) -> bool:
-    """Return whether several warps hold a slice along an axis; False where the compiler chooses the layout."""
+    """Return whether several warps hold a slice along an axis; False if the compiler chooses the layout."""
     return layout not in (None, AUTO) and any(basis[axis] for basis in linear(layout, shape).warp_bases)
 
 

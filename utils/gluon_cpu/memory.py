@@ -1,4 +1,4 @@
-"""Shared memory: allocations and views of them, as kernels use them; who accessed what is in accesses.py."""
+"""Shared memory: allocations and their views, as kernels use them. accesses.py has the records of accesses."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from . import context, layouts
-from .accesses import Access, access, capitalized
+from .accesses import Access, access, capitalize
 from .context import Clock, refuse, report
 from .dtypes import numpy_type
 from .known import constant, constants, number
 from .tensors import Shape, Tensor
 
-SHARED_BYTES = 232448  # what one block of an H100, an H200 or a B200 may use: 227 KiB
-COLUMNS = 512  # of Blackwell's tensor memory
+SHARED_BYTES = 232448  # the limit for a block on an H100, an H200 or a B200: 227 KiB
+COLUMNS = 512  # columns of Blackwell's tensor memory
 
 
 class Allocation:
@@ -25,24 +25,24 @@ class Allocation:
 
     def __init__(self, dtype, shape: list[int], layout, index: int):
         self.dtype, self.shape, self.layout, self.index = dtype, shape, layout, index
-        self.name = ""  # the first variable that held it
-        self.names: set[tuple[str, str]] = set()  # all that have: their functions and they
+        self.name = ""  # its first variable in the kernel
+        self.names: set[tuple[str, str]] = set()  # (function, variable) of all its variables
         self.path = ""  # the path to it through an aggregate, such as ring.bars.full
         self.data: np.ndarray = np.zeros(shape, numpy_type(dtype))
-        self.written: np.ndarray = np.zeros(shape, np.int8)  # 0, or the number of the one of `spreads` that wrote it
-        self.spreads: list = [layouts.places(layout, shape)]  # where its views put their elements
-        self.records: list[list[Access]] = [[] for _ in range(context.program().num_ctas)]  # of each block
-        self.barriers: dict[int, list] = {}  # the MBarriers in it, by their place: one for each block
+        self.written: np.ndarray = np.zeros(shape, np.int8)  # 0, or 1 + the index in `spreads` of the last write
+        self.spreads: list = [layouts.places(layout, shape)]  # the different places of elements in its views
+        self.records: list[list[Access]] = [[] for _ in range(context.program().num_ctas)]  # the accesses in each block
+        self.barriers: dict[int, list] = {}  # {place: its MBarriers, one for each block}
         self.bytes = math.prod(layouts.per_block(shape, layout)) * dtype.primitive_bitwidth // 8  # in each block
-        self.chain = context.sites()  # the line that allocated it, and the calls that led there
+        self.chain = context.sites()  # the line of the allocation, and the lines of the calls around it
         self.site = self.chain[0]
-        self.first = self.last = context.program().steps  # when it was in use, in steps of the program
-        self.partition = context.partition().index  # who allocated it
-        self.opened: list[Clock] = []  # what each block knew when it was first touched
+        self.first = self.last = context.program().steps  # first and last use, in steps of the program
+        self.partition = context.partition().index  # the partition that allocated it
+        self.opened: list[Clock] = []  # the clock of each block at the first use
         self.opened_at, self.opened_by = self.site, ""
 
     def touch(self) -> None:
-        """Remember that it is in use, and at the first time what the running partition knows to be over."""
+        """Remember a use, and at the first use the knowledge of the running partition."""
         program = context.program()
         self.last = program.steps
         if not self.opened:
@@ -52,10 +52,10 @@ class Allocation:
 
     @property
     def label(self) -> str:
-        """What the kernel calls it."""
+        """The name of the memory in the kernel."""
         labels = context.program().labels
         if self not in labels:
-            # A function that makes rings gives the memory of each the same name: then the path says which ring is meant.
+            # A function that makes several rings gives them the same name: then the path tells them apart.
             others = context.program().allocations if self.path else []
             own = "" if any(a.name == self.name and a is not self for a in others) else self.name
             labels[self] = own or self.path or f"{self.kind} of line {self.site.line}"
@@ -63,7 +63,7 @@ class Allocation:
 
 
 class MemDesc:
-    """A view of shared memory: what a kernel calls a shared_memory_descriptor."""
+    """A view of shared memory, in kernels a shared_memory_descriptor."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class MemDesc:
         self.allocation, self.view, self.written, self.layout = allocation, view, written, layout
         self.suffix = suffix
         self.alloc_shape = alloc_shape or list(view.shape)
-        self.spread = 1  # which of the allocation's spreads it has
-        self.outside = ""  # why this view may not be used: an address outside is harmless until then
-        self.views: dict[Any, MemDesc] = {}  # those of this view that the kernel has taken so far
+        self.spread = 1  # 1 + its index in the allocation's spreads
+        self.outside = ""  # why an access to this view is an error; the address alone is harmless
+        self.views: dict[Any, MemDesc] = {}  # the views of this view so far
         start = view.__array_interface__["data"][0] - allocation.data.__array_interface__["data"][0]
         self.key = (start, view.shape, view.strides)
 
@@ -93,8 +93,8 @@ class MemDesc:
     )
     nbytes = property(lambda self: self.view.size * self.dtype.primitive_bitwidth // 8)
     label = property(lambda self: self.allocation.label + self.suffix)
-    handle = property(lambda self: self)  # what a builtin of a kernel's author passes on
-    values = property(lambda self: self.view)  # what a product or a copy reads
+    handle = property(lambda self: self)  # for builtins of a kernel's author
+    values = property(lambda self: self.view)  # the values for a product or a copy
 
     def __repr__(self) -> str:
         return f"<shared memory {self.label}: {self.dtype}{list(self.shape)}, {self.layout}>"
@@ -166,16 +166,16 @@ class MemDesc:
             refuse("layout", f"{text}; it cannot become {shape}.")
         layout = layouts.view(self.layout, list(self.shape), "reshape of memory", tuple(shape), self.dtype)
         view, written = self.view.reshape(shape), self.written.reshape(shape)
-        if not np.may_share_memory(view, self.view):  # NumPy had to copy
+        if not np.may_share_memory(view, self.view):  # NumPy has made a copy
             return Rearranged(self, shape, layout)
         self.views[key] = self._view(view, written, layout, self.suffix)
         return self.views[key]
 
     def _reinterpret(self, dtype=None, shape=None, layout=None) -> MemDesc:
-        """Return the start of the same memory with another shape and layout: how a kernel uses a free slot again.
+        """Return the start of the same memory with another shape and layout, so that a kernel can use a free slot again.
 
-        What is read through one layout must have been written through it, or through one that puts elements in the same places.
-        The simulator keeps values by their place in the tile, not by their address, so another dtype is refused.
+        Values must be read through the layout of their write, or through a layout that puts elements in the same places. The
+        simulator keeps values by their place in the tile, not by their address, so it refuses another dtype.
         """
         shape = list(self.shape) if shape is None else constants(shape, "_reinterpret's shape")
         layout = self.layout if layout is None else layout
@@ -207,7 +207,7 @@ class MemDesc:
         subview.outside, subview.spread = self.outside, self.spread
         return subview
 
-    def _keep_alive(self) -> None:  # only says that the memory is in use here
+    def _keep_alive(self) -> None:  # notes that the memory is in use here
         self.allocation.last = context.program().steps
 
     # ---- ordinary access ------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class MemDesc:
 
     def load(self, layout=None):
         """Return a tensor with this memory's values."""
-        layout = layouts.distributed(layout, list(self.shape), f"{self.label}.load")
+        layout = layouts.register_layout(layout, list(self.shape), f"{self.label}.load")
         layouts.check_same_blocks(self, layout, "load")
         reads = access(self, write=False, what=f"the load of {self.label}")
         self._spend("shared load")
@@ -271,7 +271,7 @@ def check_indices(what: str, indices, axis: int, size: int) -> None:
 
 
 class Rearranged(MemDesc):
-    """Memory in another order than strides can say, as scales lie for tcgen05_copy: it can be read as a whole."""
+    """Memory in an order that strides cannot express, such as scales for tcgen05_copy. It can only be read as a whole."""
 
     def __init__(self, source: MemDesc, shape: list[int], layout):
         self.tile = shape
@@ -304,9 +304,9 @@ def allocate(dtype, shape, layout, value=None) -> MemDesc:
 
 
 def finish(program) -> None:
-    """Check, at the end of a program, for reads of what nobody wrote and for too much memory in use at once."""
+    """Check at the end of a program for reads of unwritten memory, and for too much memory in use at once."""
     for read in program.unwritten_reads:
-        text = f"{capitalized(read.what)} reads bytes that nothing has written."
+        text = f"{capitalize(read.what)} reads bytes that nothing has written."
         report("uninitialized", text, at=read.site, partition=read.partition)
     program.unwritten_reads = []
     _check_size(program.allocations, "bytes", "shared memory", SHARED_BYTES)
@@ -314,7 +314,7 @@ def finish(program) -> None:
 
 
 def _check_size(allocations: list, unit: str, memory: str, limit: int) -> None:
-    """Report the first allocation that does not fit beside those that are in use at the same time."""
+    """Report the first allocation that does not fit beside the other memory in use."""
     for step in sorted({a.first for a in allocations}):
         alive = [a for a in allocations if a.first <= step <= a.last]
         total = sum(getattr(a, unit) for a in alive)

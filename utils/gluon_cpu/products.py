@@ -25,14 +25,14 @@ from .tensors import Tensor
 
 
 class _Product:
-    """A wgmma under way."""
+    """A running wgmma."""
 
     def __init__(self, a, b, acc, use_acc: bool, dtype, number: int, end: float, site: Site):
         self.a, self.b, self.acc, self.use_acc, self.dtype = a, b, acc, use_acc, dtype
         self.number, self.end, self.site = number, end, site
         self.result: np.ndarray | None = None
-        # The product needs A's registers, so when it is over, the loads that filled them are over too: then a copy may
-        # overwrite what they read without a fence.
+        # The product reads A's registers. So at its end the loads of these registers are over, too, and a copy may overwrite
+        # their memory without a fence.
         self.reads = () if isinstance(a, MemDesc) else a.reads
 
     def finish(self) -> tuple[int, float]:
@@ -51,7 +51,7 @@ class _Product:
 def exact_product(a: np.ndarray, b: np.ndarray, dtype) -> np.ndarray:
     """Multiply two tiles of one type. Products of 16-bit and 8-bit values are exact in fp32, and sums are fp32.
 
-    With fp8 operands the hardware keeps fewer bits of the sums than fp32 has; here they are not rounded so.
+    With fp8 operands the hardware keeps fewer bits of the sums than fp32; this function keeps them all.
     """
     if dtype.name == "fp32":
         a, b = _tf32(a), _tf32(b)
@@ -59,7 +59,7 @@ def exact_product(a: np.ndarray, b: np.ndarray, dtype) -> np.ndarray:
 
 
 def _tf32(x: np.ndarray) -> np.ndarray:
-    """The tensor core reads the upper 19 bits of an fp32 value."""
+    """Return the upper 19 bits of fp32 values, which a tensor core reads."""
     return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
@@ -69,7 +69,7 @@ def _unknown(shape: tuple) -> np.ndarray:
 
 
 class Accumulator(Tensor):
-    """Registers that a wgmma may still be writing; reading them before its wait is a race."""
+    """The result registers of a wgmma. Reading them before its wait is a race."""
 
     __slots__ = ("product", "token")
 
@@ -79,7 +79,7 @@ class Accumulator(Tensor):
 
     @property
     def data(self):
-        """The values, once the product is over and has been waited for."""
+        """The values; an access before the wait for the product is reported or refused."""
         product = self.product
         if self.token and product.result is not None:
             text = f"The result of the asynchronous wgmma of {product.site} is not a tensor yet, though its product is over"
@@ -94,7 +94,7 @@ class Accumulator(Tensor):
 
     @property
     def type(self):
-        """Triton's type: a token's until the wait."""
+        """Triton's type: until the wait the type of a token."""
         return _TokenType(super().type) if self.token else super().type
 
 
@@ -105,17 +105,17 @@ class _TokenType:
     tensor_type: object
 
 
-_accepted: set[tuple] = set()  # what check_wgmma has found right before
+_accepted: set[tuple] = set()  # the keys of operands that check_wgmma has accepted
 
 
 def contiguous_dimension(x: MemDesc) -> int | None:
-    """Return the dimension of a matrix along which an operand of wgmma lies in memory; None if wgmma cannot read it."""
+    """Return the contiguous dimension of a matrix for wgmma; None if wgmma cannot read the matrix."""
     layout = x.layout
     if isinstance(layout, gl.NVMMASharedLayout):
         return 0 if layout.transposed else 1
     if not isinstance(layout, gl.SharedLinearLayout) or len(layout.offset_bases[0]) != 2:
         return None
-    # A core matrix: 16 bytes along one dimension, and eight rows of them. All steps are plain, without a swizzle.
+    # A core matrix has eight rows of 16 bytes. All steps are plain, without a swizzle.
     steps = [tuple(step) for step in layout.offset_bases]
     dimension = 1 if steps[0] == (0, 1) else 0
     row = {2: 3, 4: 2}.get(x.dtype.primitive_bitwidth // 8, 4)
@@ -126,7 +126,7 @@ def contiguous_dimension(x: MemDesc) -> int | None:
 
 
 def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
-    """Refuse operands that wgmma.mma_async does not accept: B in shared memory, A there or in registers."""
+    """Refuse operands that wgmma.mma_async does not accept. B must lie in shared memory, A there or in registers."""
 
     def require(holds: bool, reason: str) -> None:
         if not holds:
@@ -167,7 +167,7 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
     require(im == 16, f"{instruction}: each of the four warps computes 16 rows, so M is 16.")
     require(inn in (8, 16, 32, 64, 128, 256), f"{instruction}: in Triton N is a power of two, from 8 to 256.")
     require(not ik or ik[0] * bits == 256, f"{instruction}: K is 32 bytes, {256 // bits} for {dtype}.")
-    # More warps than the accumulator has instructions are no mistake: the warps beyond it compute the same once more.
+    # If there are more warps than instructions for the accumulator, the further warps repeat the work. That is no mistake.
     one = f"{[64, inn]} (four warps of 16 rows, {instruction})"
     m, n = layouts.per_block([m, n], acc_layout)
     k = layouts.per_block(list(a.shape), a.layout)[1]
@@ -189,7 +189,7 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
 
 
 def check_blocks(what: str, x, bases: list[list[int]], name: str, wanted: list[list[int]]) -> None:
-    """In a cluster, each block needs the rows of A and the columns of B that its part of the accumulator takes."""
+    """Refuse operands in a cluster if a block lacks the rows of A or the columns of B for its part of the accumulator."""
     got = [list(basis) for basis in layouts.block_bases(x.layout)]
     if got != wanted:
         text = f"the accumulator is spread over the blocks by {[list(basis) for basis in bases]}"
@@ -212,7 +212,7 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
             what = f"the wgmma that reads {name} from {x.label}"
             access(x, write=False, asynchronous=True, queue="wgmma", time=p.wgmma_count, what=what)
     a = a if isinstance(a, MemDesc) else Tensor(a.data, a.dtype, a.layout, reads=a.reads)
-    # A product may add to one that was not waited for.
+    # A product may add to a running product.
     source = acc if isinstance(acc, Accumulator) else Tensor(acc.data, acc.dtype, acc.layout)
     program.spend(model.issue, "issue", getattr(b, "label", ""))
     flops = 2 * a.shape[0] * a.shape[1] * b.shape[1] / program.num_ctas
@@ -271,7 +271,7 @@ def warpgroup_mma_wait(num_outstanding=0, deps=None):
 
 
 def finished_tensor(x):
-    """Return an accumulator as a tensor; while its product is under way, reading it stays a race."""
+    """Return an accumulator as a tensor. If its product is still running, reading the tensor is a race."""
     if isinstance(x, MemDesc):
         x._keep_alive()
     if not isinstance(x, Accumulator):

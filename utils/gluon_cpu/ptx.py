@@ -1,6 +1,6 @@
-"""Inline assembly: the simulator knows the idioms of `utils/attention/gluon`, and refuses all else.
+"""Inline assembly: the simulator knows the idioms of `utils/attention/gluon`, and refuses all other texts.
 
-test_gluon_ptx.py runs the functions there through the simulator, so that neither side changes alone.
+test_gluon_ptx.py runs those functions in the simulator, so that both sides must change together.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .tensors import Tensor, to_tensor
 _E4M3_TO_FP16 = (
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
 )
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16).numpy()  # by their bits
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16).numpy()  # indexed by the bits
 
 
 class NamedBarrier(MBarrier):
-    """One of the sixteen barriers of a block that threads meet at by a number, without shared memory.
+    """One of the sixteen numbered barriers of a block, which need no shared memory.
 
-    A round ends when `count` threads have come; who only passes by is counted and does not wait.
+    A round ends when `count` threads have arrived. A thread may also arrive without a wait (bar.arrive).
     """
 
     def __init__(self, number: int, threads: int, site: Site, block: Block):
@@ -39,15 +39,15 @@ class NamedBarrier(MBarrier):
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The name of the barrier in reports."""
         return f"named barrier {self.number}"
 
     def check_visible(self, block: Block) -> None:
-        """Nothing initializes a named barrier."""
+        """Accept every use: a named barrier needs no initialization."""
 
 
 def come_to_named_barrier(number: int, threads: int, waits: bool) -> None:
-    """Count the threads of the running partition at a named barrier; if it waits, until the round is complete."""
+    """Let the threads of the running partition arrive at a named barrier, and with `waits` wait for the end of the round."""
     program = context.program()
     p = program.partition
     if program.num_ctas > 1:
@@ -73,8 +73,8 @@ def come_to_named_barrier(number: int, threads: int, waits: bool) -> None:
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Run `gl.inline_asm_elementwise` if its text is known.
 
-    A wait for products, numbers that stay as they are, a product, a mask by columns, four e4m3 numbers as fp16; named barriers;
-    and what lets a launch begin before the last one has ended: nothing here.
+    The idioms are: a wait for products, unchanged numbers, a product, a mask by columns, four e4m3 numbers as fp16, named
+    barriers, short arithmetic, and the early start of launches, which does nothing here.
     """
     idiom, found = _idiom(str(asm), pack, len(args))
     if idiom == "nothing":
@@ -104,7 +104,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 
 @functools.cache
 def _idiom(asm: str, pack: int, count: int) -> tuple[str, Any]:
-    """Return which idiom a text of `count` arguments is, and what its words say; "" for another text."""
+    """Return the idiom of a text with `count` arguments, and the values in the text; "" for an unknown text."""
     text = " ".join(asm.split())
     if re.fullmatch(r"((griddepcontrol\.\w+;|\{.*@p trap; \}) )?mov\.u32 \$0, 0;( // [\w $]+)?", text):
         return "nothing", None
@@ -129,9 +129,9 @@ _SUMS = "{ .reg .pred p; mov.f32 $0, $1; on: setp.lt.f32 p, $0, 0f00000000; @p a
 
 
 def _product_text(n: int) -> str:
-    """The text that multiplies n registers by n factors, unless a vote says that all factors of the warp are 1.
+    """Return the text that multiplies n registers by n factors, unless all factors of the warp are 1.
 
-    The registers alternate between two rows, so the factors number 0 and 2 are those of both rows.
+    The registers alternate between two rows, and the factors 0 and 2 belong to these rows.
     """
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
     return (
@@ -141,9 +141,9 @@ def _product_text(n: int) -> str:
 
 
 def _kept_text(n: int, other: str) -> str:
-    """The text that keeps of n registers those whose column is not below the first limit of its row, but below the second.
+    """Return the text that keeps registers with columns from a row's first limit up to its second, and sets others to `other`.
 
-    Registers and limits lie as in `_product_text`; a thread has two neighbouring columns of every eight, and a bit for each.
+    Registers and limits lie as in `_product_text`. A thread has two neighbouring columns of every eight, and a bit for each.
     """
     text = "{ .reg .pred p; .reg .b32 c, first, behind, bits, t; mov.u32 c, %laneid; and.b32 c, c, 3; shl.b32 c, c, 1;"
     for row in (0, 2):
@@ -163,7 +163,7 @@ _BLOCK = re.compile(r"\{ (?:\.reg \.(?:f32|b32) [a-z, ]+; )+((?:ex2|max|add|sub|
 
 
 def _floor_sum(x, y):
-    # add.rm.f32: the exact sum, rounded down; the sum of two numbers in fp32 is exact in fp64 where their sizes are alike.
+    # add.rm.f32 rounds the exact sum down. The sum of two fp32 numbers is exact in fp64 if their sizes are similar.
     exact = x.astype(np.float64) + y.astype(np.float64)
     near = exact.astype(np.float32)
     return np.where(near.astype(np.float64) > exact, np.nextafter(near, np.float32("-inf")), near)
@@ -186,9 +186,10 @@ _OPERATIONS = {
 
 
 def _run_numbers(text: str, x: Tensor, pack: int) -> Tensor:
-    """Run a block of such instructions on a product [rows, columns], of which it gets `pack` registers at a time.
+    """Run a block of such instructions on a product [rows, columns]; the block gets `pack` registers at a time.
 
-    Registers 2 h + 4 b + p hold, of each sixteen rows and columns, row 8 h and on, column 8 b and on, and of two neighbours p.
+    In each tile of sixteen rows and columns, register 2 h + 4 b + p holds rows from 8 h on and columns from 8 b on, where p
+    tells two neighbouring columns apart.
     """
     if pack != 8 or x.data.ndim != 2 or x.dtype.name != "fp32":
         refuse("unknown operation", f"gluon_cpu does not know this inline assembly with pack={pack}: {text[:120]}")

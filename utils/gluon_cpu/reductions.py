@@ -40,13 +40,13 @@ def _reduce_axis(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tens
     if not out.ndim:
         return Tensor(out.item(), dtype)
     if layout is not None and layouts.threads(layout) is not None:
-        layout = layouts.sliced(axis, layout)
+        layout = layouts.slice_layout(axis, layout)
     return Tensor(out, dtype, layout)
 
 
 @known()
 def sum_(input, axis=None, keep_dims=False, dtype=None):
-    """Return the sum along an axis; small integers are added as 32-bit ones, other numbers in their own type, by halves."""
+    """Return the sum along an axis, added by halves; small integers are added in 32 bits, all other numbers in their type."""
     dtype = constant(dtype, "sum's dtype")
     if dtype is None and is_int(input.dtype) and input.dtype.primitive_bitwidth < 32:
         dtype = gl.uint32 if input.dtype.name.startswith("u") else gl.int32
@@ -64,7 +64,7 @@ def sum_(input, axis=None, keep_dims=False, dtype=None):
 def _enter_extreme(name: str, reduce, arg):
     def run(input, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
         indices = constant(return_indices, "return_indices")
-        # Triton widens what has fewer than 32 bits; with indices only bf16.
+        # Triton widens types with fewer than 32 bits; with indices it widens only bf16.
         narrow = input.dtype.primitive_bitwidth < 32 and (not indices or input.dtype.name == "bf16")
         dtype = (gl.int32 if is_int(input.dtype) else gl.float32) if narrow else input.dtype
         values = _reduce_axis(input, axis, keep_dims, lambda d, a: reduce(d, axis=a), dtype)
@@ -89,7 +89,7 @@ for _name, _function in {"xor_sum": np.bitwise_xor, "reduce_or": np.bitwise_or}.
 
 @known()
 def reduce(input, axis, combine_fn, keep_dims=False):
-    """Combine the slices along an axis, one after the other, by a function of the kernel's author."""
+    """Combine the slices along an axis, one after another, by a function of the kernel's author."""
     scanned = associative_scan(input, axis, combine_fn)
     results = tuple(
         _reduce_axis(x, axis, keep_dims, lambda data, axis: data.take(-1, axis))

@@ -1,4 +1,4 @@
-"""Reports of the simulator: a kind of mistake, a message, and the lines of the source that it is about."""
+"""Reports of the simulator: a kind of mistake, a message, and lines of the source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Site(NamedTuple):
         return f"line {self.line}{library} in {self.function}: {self.text}"
 
 
-_ROOT = f"{Path(__file__).parents[2]}{os.sep}"  # a line of the course's own files in utils is named with its file
+_ROOT = f"{Path(__file__).parents[2]}{os.sep}"  # reports name the file of a line in the course's `utils`
 NOWHERE = Site("", 0, "the launch")
 
 
@@ -37,11 +37,11 @@ class Report:
     Attributes:
         kind: one of KINDS.
         message: what happened, and what to do about it.
-        site: the line where it happened.
+        site: the line of the mistake.
         partition: the partition's name.
         program: the program's index in the grid.
-        callers: the lines of the calls that led there, innermost first.
-        others: further lines that the message speaks about.
+        callers: the lines of the calls around it, innermost first.
+        others: further lines in the message.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Report:
 
     @property
     def line(self) -> int:
-        """The number of the source line where it happened."""
+        """The number of the source line of the mistake."""
         return self.site.line
 
     def __str__(self) -> str:
@@ -62,12 +62,12 @@ class Report:
         lines = [f"{self.kind}{who}, program {self.program}:", f"    {self.message}"]
         if self.site.line:
             lines.append(f"  at {self.site}")
-        lines += [f"  called from {site}" for site in self.callers[:2]]  # a recursion has hundreds
+        lines += [f"  called from {site}" for site in self.callers[:2]]  # a recursion has hundreds of them
         return "\n".join(lines)
 
 
 class SimulationError(RuntimeError):
-    """A mistake that the simulator found; `.report` has it as data."""
+    """A mistake in a kernel; `.report` has it as data."""
 
     kind = "error"
 
@@ -80,7 +80,7 @@ class SimulationError(RuntimeError):
 
 
 class DeadlockError(SimulationError, kind="deadlock"):
-    """Every partition waits, and nothing is under way that could wake one of them."""
+    """Every partition waits, and no running copy or product could wake one of them."""
 
 
 class RaceError(SimulationError, kind="race"):
@@ -108,7 +108,7 @@ class UnfinishedError(SimulationError, kind="unfinished"):
 
 
 class GlobalMemoryError(SimulationError, kind="out of bounds"):
-    """An access lies outside of the tensor that its pointer came from."""
+    """An access lies outside of the tensor of its pointer."""
 
 
 class UnknownOperationError(SimulationError, kind="unknown operation"):

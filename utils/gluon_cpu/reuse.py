@@ -1,13 +1,13 @@
-"""Shared memory that the compiler gives to a second buffer while a copy or a product still uses the first.
+"""Find shared memory that the compiler gives to a second buffer while a copy or a product still uses the first buffer.
 
-Triton's compiler lets two buffers share memory if the last line that names the first comes before the allocation of the
-second. It knows of lines, not of copies: a TMA store or a wgmma may read the first buffer for long after that line, and the
-compiler puts no wait there. The simulator gives each buffer its own memory, so it compares times in place of bytes. Whoever
-touches the second buffer first must know that what was under way in the first is over.
+Triton's compiler lets two buffers share memory if the last line with the first buffer's name comes before the allocation of
+the second buffer. It does not see copies: a TMA store or a wgmma may read the first buffer long after that line, and the
+compiler adds no wait. The simulator gives each buffer its own memory, so it compares times instead of bytes: the first use of
+the second buffer must know the end of all copies and products in the first buffer.
 
-Only pairs are reported of which the text shows that they may share memory: in the innermost function that led to both, by its own
-lines or by its calls, the second is in no loop that the first is not in, and no later line has a name that held the first or a view
-of it in this run. Where one line allocates both, in two turns of a loop, they are the same memory.
+A pair is reported only if the text lets the buffers share memory. Both allocations are in one function or in its calls. Every
+loop around the second is also around the first. No later line has a name of the first buffer or of its views in this run.
+If one line allocates both buffers, in two turns of a loop, they are the same memory.
 """
 
 from __future__ import annotations
@@ -51,31 +51,32 @@ def _lines_around(function: ast.FunctionDef, line: int) -> set[int]:
 
 @functools.cache
 def _may_share(first: Chain, second: Chain, names: frozenset, second_names: frozenset) -> bool:
-    """Return whether the text lets the compiler give a buffer the memory of one that was allocated before it.
+    """Return whether the text lets the compiler give the second buffer the memory of the first.
 
-    Each is given by its line and those of the calls that led there, innermost first, and by the names that have held it.
+    first, second: the line of each allocation and the lines of the calls around it, innermost first. names, second_names: the
+    (function, variable) pairs of the buffers.
     """
     if first == second:
         return True
     while len(first) > 1 and len(second) > 1 and first[-1] == second[-1]:
         first, second = first[:-1], second[:-1]
-    if second[-1].line < first[-1].line:  # it is one of the next turn of a loop; in each turn the text's order holds
+    if second[-1].line < first[-1].line:  # it is from the next turn of a loop: take the order in the text
         first, second, names = second, first, second_names
     (here, there), function = (first[-1].line, second[-1].line), _source(first[-1])
     if function is None or _source(second[-1]) is not function or here == there:
         return False
     if _lines_around(function, there) - _lines_around(function, here):
-        return False  # what a loop uses is alive in all of its turns
+        return False  # a loop's buffers are alive in all of its turns
     simple = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
     allocating = [n for n in ast.walk(function) if isinstance(n, simple) and n.lineno <= there]
-    # What is given to a function that allocates may be used in there.
+    # The arguments of a function that allocates may be used inside of it.
     after = max(n.lineno - 1 if len(second) > 1 else n.end_lineno or n.lineno for n in allocating)
     later = (n for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
     return not any((function.name, n.id) in names and n.lineno > after for n in later)
 
 
 def _under_way(first: Allocation, clocks: list[Clock]) -> Access | None:
-    """Return what uses a buffer and is not over for who has these clocks, one for each block."""
+    """Return an asynchronous access to a buffer that is not over by these clocks, one for each block; None without one."""
     for records, clock in zip(first.records, clocks, strict=True):
         for old in records:
             if old.component[0] != "partition" and not is_over(old, clock):
@@ -84,7 +85,7 @@ def _under_way(first: Allocation, clocks: list[Clock]) -> Access | None:
 
 
 def exchange(what: str, crosses: Callable[[], bool]) -> None:
-    """Report a buffer that is in use while values go from warp to warp: through shared memory, in a place like a new buffer's."""
+    """Report a buffer in use during an exchange of values between warps: the exchange goes through memory like a new buffer's."""
     program = context.program()
     p = program.partition
     if not (p.wgmmas or p.stores or p.copies):
@@ -99,9 +100,9 @@ def exchange(what: str, crosses: Callable[[], bool]) -> None:
 
 
 def finish(program) -> None:
-    """Report buffers that may lie in the memory of one that was still in use when they were first touched."""
+    """Report buffers that may share the memory of another buffer which was still in use at their first use."""
     busy = [a for a in program.allocations if any(r.component[0] != "partition" for rs in a.records for r in rs)]
-    # A line that allocates several buffers in one turn: which of them a later turn's buffer is, its number does not say.
+    # If a line allocates several buffers in one turn, nobody can tell which of them is a buffer of a later turn.
     pairs = itertools.combinations(busy, 2)
     several = {a.chain for a, b in pairs if a.chain == b.chain and a.first <= b.last and b.first <= a.last}
     for first in busy:

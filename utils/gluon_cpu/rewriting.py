@@ -1,4 +1,4 @@
-"""Kernel source with its calls, assignments and loops replaced by calls of the interpreter's functions."""
+"""Rewrite kernel source: calls, assignments and loops become calls of the interpreter's functions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from utils.machine import versions
 
 
 def rewrite_body(body: list[ast.stmt], names: dict, reader: type | None) -> list[ast.stmt]:
-    """Return the statements of a kernel, rewritten. names: the values of its global names. reader: refuse what that cannot visit."""
+    """Return the rewritten statements of a kernel. names: values of its global names. reader: a visitor with all allowed nodes."""
     return _Rewriter(names, reader, _reads(body)).visit(ast.Module(body, [])).body
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Calls, assignments, loops and constexpr globals go through the functions of RUNTIME."""
+    """Replaces calls, assignments, loops and constexpr globals by the functions of RUNTIME."""
 
     def __init__(self, names: dict, reader: type | None, reads: list[ast.Name]):
         self.names, self.reader, self.reads = names, reader, reads
-        # Memory has the name that the kernel gives it, not that of a variable in one of Triton's own helpers.
+        # Memory takes its names from kernels, and not from variables in Triton's helpers.
         self.names_memory = not str(names.get("__name__", "")).startswith("triton.")
         self.loops = 0
 
@@ -98,7 +98,7 @@ class _Rewriter(ast.NodeTransformer):
         node.body.insert(0, _at(ast.Expr(_runtime_call("step")), node))
         if unrolled:
             return [_at(ast.Assign([ast.Name(state, ast.Store())], _runtime_call("set")), node), node]
-        # The names that are compile-time constants when the loop begins must not be run-time values after a turn of it.
+        # A name with a compile-time constant before the loop must not have a run-time value after a turn.
         before = _runtime_call("constants", _locals(), ast.Constant(tuple(carried)))
         node.body.insert(0, _at(ast.Expr(_runtime_call("check_constants", _name(state), _locals())), node))
         if isinstance(node, ast.While):
@@ -116,7 +116,7 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _followers(loop: ast.For | ast.While) -> list[tuple[str, str]]:
-    """Names that are read in a loop and then take another's value, which changes behind that: (the follower, the other)."""
+    """Return pairs (y, x) of names: a loop reads y, then assigns y = x, and later changes x."""
     found = list[tuple[str, str]]()
     seen: list[ast.AST] = [loop.test] if isinstance(loop, ast.While) else []
     for i, statement in enumerate(loop.body):
@@ -130,14 +130,14 @@ def _followers(loop: ast.For | ast.While) -> list[tuple[str, str]]:
 
 
 def _only_bounds(loop: ast.For, reads: list[ast.Name]) -> set[str]:
-    """Names that a loop carries from turn to turn for nothing but the bounds of inner loops. reads: of all names of the kernel."""
+    """Return names that a loop carries from turn to turn only for the bounds of inner loops. reads: all reads in the kernel."""
     nodes = [node for statement in loop.body for node in ast.walk(statement)]
     bounds = [node.iter for node in nodes if isinstance(node, ast.For) and "static_range" not in ast.unparse(node.iter)]
     changes = sorted((x for x in nodes if isinstance(x, ast.Assign | ast.AugAssign)), key=lambda x: x.lineno)
     moves = [node for node in changes if not any(isinstance(part, ast.Call) for part in ast.walk(node.value))]
     apart = {id(name) for name in _reads([*bounds, *(move.value for move in moves)])}
     used, bounding = {name.id for name in reads if id(name) not in apart}, {name.id for name in _reads(bounds)}
-    for move in moves * len(moves):  # what it reads is used for what its names are used for
+    for move in moves * len(moves):  # the names that a move reads serve the purposes of the names that it assigns
         for purpose in (used, bounding):
             purpose |= {name.id for name in _reads([move.value])} if purpose & {*_assigned([move])} else set()
     first = {name: change for change in changes[::-1] for name in _assigned([change])}
@@ -152,7 +152,7 @@ def _reads(parts: list) -> list[ast.Name]:
 
 
 def _assigned(body: list[ast.stmt]) -> list[str]:
-    """Names to which statements assign run-time values."""
+    """Return the names to which statements assign run-time values."""
     targets = [
         target
         for statement in body
@@ -165,14 +165,14 @@ def _assigned(body: list[ast.stmt]) -> list[str]:
 
 
 def _makes_a_layout(node: ast.expr) -> bool:
-    """Whether an expression is the call of a layout's class, such as `gl.BlockedLayout(...)`."""
-    # The function of a call is our own call of `find`, whose argument it is.
+    """Return whether an expression calls the class of a layout, such as `gl.BlockedLayout(...)`."""
+    # Calls are rewritten already: the function is the argument of `find`.
     function = node.func.args[0] if isinstance(node, ast.Call) and isinstance(node.func, ast.Call) else None
     return getattr(function, "attr", getattr(function, "id", "")).endswith("Layout")
 
 
 def unnamed_layouts(call: ast.Call, names: dict) -> list[ast.Attribute]:
-    """Return the arguments of a call that Triton 3.6 refuses: `x.type.layout`, given without a name to a jit function of `names`."""
+    """Return the arguments `x.type.layout` in a call of a jit function of `names`: Triton 3.6 refuses them without a name."""
     callee: ast.expr = call.func
     path: list[str] = []
     while isinstance(callee, ast.Attribute):
@@ -204,7 +204,7 @@ def _runtime_call(name: str, *arguments: ast.expr) -> ast.Call:
 
 
 def _at(new, old):
-    """Give a new node the line of the one that it replaces; parts of it that come from the source keep their own."""
+    """Give a new node the line of the old node; its parts from the source keep their lines."""
     if not hasattr(new, "lineno"):
         ast.copy_location(new, old)
         for child in ast.iter_child_nodes(new):

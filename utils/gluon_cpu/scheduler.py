@@ -1,11 +1,11 @@
-"""One thread block, or one cluster of them: its partitions, its clock in model cycles, and who runs next.
+"""One thread block or one cluster: its partitions, its clock in model cycles, and the choice of the next partition.
 
-Each partition is a thread, but only the thread that holds the baton runs. It passes the baton on only where the kernel
-synchronizes (barriers, copies, products), to the partition that is furthest behind in model cycles. So a run is a
-discrete-event simulation, and the same seed gives the same run.
+Each partition is a thread, but only the thread with the baton runs. It passes the baton on when the kernel synchronizes
+(barriers, copies, products), to the partition that is furthest behind in model cycles. So a run is a discrete-event simulation,
+and the same seed gives the same run.
 
-A kernel for a cluster is one program with tensors of the whole cluster. Its blocks take the same steps at the same time here;
-what each of them knows is kept apart, so that an access that counts on another block's pace is found.
+A kernel for a cluster is one program with tensors of the whole cluster. Its blocks take the same steps at the same time here,
+but each block has its own knowledge: so an access that relies on the pace of another block is found.
 """
 
 from __future__ import annotations
@@ -41,21 +41,20 @@ class Partition:
 
     def __init__(self, index: int, name: str, num_warps: int, num_ctas: int, model: CostModel):
         self.index = index
-        self.name = self.row = name  # `row`: its name on the timeline
+        self.name = self.row = name  # row: its name on the timeline
         self.num_warps = num_warps
         busy = num_ctas * min(num_warps, 4)
         self.rate, self.special_rate = busy * model.lanes_per_warp, busy * model.special_per_warp  # results a cycle
         self.time = 0.0  # model cycles
         self.blocks = [Block(index, block) for block in range(num_ctas)]
-        self.blocked: tuple[MBarrier | None, int] | None = (
-            None  # barrier and parity it waits for; None: the end of all others
-        )
+        # The barrier and parity for which it waits; a barrier None: it waits for the end of all other partitions.
+        self.blocked: tuple[MBarrier | None, int] | None = None
         self.blocked_at: Site = NOWHERE
         self.finished = False
         self.baton = threading.Lock()
         self.baton.acquire()
-        self.last_wait: dict[Any, tuple[int, int, Site]] = {}  # barrier -> parity, phase that was over, line
-        # In-order queues: operations issued, oldest first, and how many there have been.
+        self.last_wait: dict[Any, tuple[int, int, Site]] = {}  # {barrier: (parity, ended phases, line)}
+        # In-order queues: the issued operations, oldest first, and their total number.
         self.wgmmas: list = []
         self.wgmma_count = 0
         self.stores: list = []
@@ -63,16 +62,16 @@ class Partition:
         self.copies: list = []  # cp.asyncs
         self.copy_count = 0
         self.copy_groups: list[int] = []  # for each committed group, the number of its last cp.async
-        self.tensor_count, self.tensor_end = 0, 0.0  # tcgen05 operations, and when the last of them ends
+        self.tensor_count, self.tensor_end = 0, 0.0  # number of tcgen05 operations, and the end of the last
         self.tensor_site: Site = NOWHERE
 
     def copy_knowledge(self, other: Partition) -> None:
-        """Let each block know what it knows in another partition."""
+        """Add to each block its knowledge in another partition."""
         for mine, its in zip(self.blocks, other.blocks, strict=True):
             mine.learn(its)
 
     def label(self, block: Block) -> str:
-        """The name of the partition, and of its block where there are several."""
+        """Return the name of the partition, and in a cluster also the number of the block."""
         return f"{self.name}, block {block.index} of the cluster" if len(self.blocks) > 1 else self.name
 
 
@@ -108,29 +107,29 @@ class Program:
         self.partition = Partition(0, "default", num_warps, num_ctas, run.model)
         self.partitions = [self.partition]
         self.steps = 0
-        self.effects = 0  # accesses that leave a trace, and changes of partition
+        self.effects = 0  # number of accesses that change something, and of changes of partition
         self.pending: list = []  # heap of (end, order, operation)
         self.issued = 0
         self.tma_free = self.tensor_cores_free = 0.0
         self.allocations: list = []
-        self.labels: dict[Any, str] = {}  # of the allocations, until another one gets a name
-        self.tensor_memory: list = []  # the allocations of Blackwell's
-        self.pair_signals: list = []  # lines and names of mbarriers that copies into both blocks of a pair arrived at
-        self.named_barriers: dict = {}  # by their numbers
+        self.labels: dict[Any, str] = {}  # names of the allocations; cleared when an allocation gets a name
+        self.tensor_memory: list = []  # allocations in Blackwell's tensor memory
+        self.pair_signals: list = []  # lines and names of mbarriers that get signals from both blocks of a pair
+        self.named_barriers: dict = {}  # {number: barrier}
         self.failure: BaseException | None = None
-        self.abandoned = False  # whether the default partition knows of the failure
+        self.abandoned = False  # whether the default partition knows the failure
         self.unwritten_reads: list = []
-        self.cluster_arrival: list[Knowledge] | None = None  # what each block knew at a cluster.arrive without its wait
+        self.cluster_arrival: list[Knowledge] | None = None  # each block's knowledge at a cluster.arrive
 
     # ---- findings -------------------------------------------------------------------------------------------------
 
     def collect(self, finding: Report, kept: list[Report]) -> None:
-        """Keep a report, unless the same line has one of its kind."""
+        """Keep a report, unless there is a report of the same kind and line."""
         if not any(r.kind == finding.kind and r.site == finding.site for r in kept):
             kept.append(finding)
 
     def step(self) -> None:
-        """Count one step of kernel code, and end endless loops."""
+        """Count a step of kernel code, and end endless loops."""
         self.steps += 1
         if self.steps > self.run.max_steps:
             limit = f"More than {self.run.max_steps} steps in one program."
@@ -142,7 +141,7 @@ class Program:
                 refuse("endless loop", "The launch takes longer than simulate(max_seconds=...) allows.")
 
     def spin(self) -> None:
-        """Let the others go on after a turn of a loop that changed nothing; end the loop if nobody else can."""
+        """Let other partitions go on after a turn of a loop that changed nothing; end the loop if no other can go on."""
         me = self.partition
         if not self.pending and all(p is me or p.blocked or p.finished for p in self.partitions):
             text = "This loop waits for what nobody can change: a turn of it has left everything as it was"
@@ -154,7 +153,7 @@ class Program:
     # ---- model time -----------------------------------------------------------------------------------------------
 
     def jitter(self, cycles: float) -> float:
-        """Return the cycles that something takes; with a seed, a tenth to five times as many."""
+        """Return the cycles of an operation; with a seed, between a tenth and five times as many."""
         return cycles * self.random.choice((0.1, 0.5, 1.0, 2.0, 5.0)) if self.random else cycles
 
     def spend(self, cycles: float, kind: str, buffer: str = "") -> None:
@@ -175,18 +174,18 @@ class Program:
             self.events.append(Event(self.partition.row, kind, buffer, phase, start, end, line, unit))
 
     def mark(self, finding: Report) -> None:
-        """Put a finding on the timeline, where the partition that it is about stands now."""
+        """Put a finding on the timeline, at the present time of its partition."""
         if self.events is not None:
             p = next((p for p in self.partitions if p.name == finding.partition), self.partition)
             self.events.append(Event(p.row, "finding", finding.kind, None, p.time, p.time, finding.line))
 
     def later(self, end: float, operation) -> None:
-        """Let `operation()` happen at model time `end`."""
+        """Schedule `operation()` for the model time `end`."""
         self.issued += 1
         heapq.heappush(self.pending, (end, self.random.random() if self.random else 0, self.issued, operation))
 
     def wait_in_order(self, name: str, queue: list, pending, finish: Callable) -> None:
-        """Let the running partition wait until `pending` operations of a queue are left; `finish` returns the count and time of one."""
+        """Wait until `pending` operations of a queue are left; finish(operation) completes it, and returns its count and end."""
         if constant(pending, f"how many a wait for {name} leaves under way") < 0:
             refuse("kernel", f"A wait for {name} leaves 0 operations or more under way; got {pending}.")
         p = self.partition
@@ -202,13 +201,13 @@ class Program:
     # ---- the cluster ----------------------------------------------------------------------------------------------
 
     def check_outside_of_partitions(self, what: str) -> None:
-        """Refuse inside of warp_specialize what before Triton 3.8 all warps of the cluster have to do together."""
+        """Refuse an operation of all the cluster's warps inside of warp_specialize; Triton 3.8 and later allow it."""
         if not versions.clusters_are_complete() and any(not p.finished for p in self.partitions[1:]):
             text = f"{what} lets all warps of the cluster meet, so it cannot stand inside of warp_specialize"
             refuse("kernel", f"{text}. Partitions of several blocks meet at an mbarrier.")
 
     def meet(self, what: str) -> None:
-        """Let the blocks of the cluster meet: each knows afterwards what any of them has done before."""
+        """Let the blocks of the cluster meet: afterwards each block has the knowledge of all blocks."""
         if self.num_ctas > 1:
             self.check_outside_of_partitions(what)
             for block in self.partition.blocks:
@@ -218,7 +217,7 @@ class Program:
     # ---- who runs -------------------------------------------------------------------------------------------------
 
     def reschedule(self) -> None:
-        """Pass the baton to the partition that is furthest behind: the kernel synchronizes here."""
+        """Pass the baton to the partition that is furthest behind, because the kernel synchronizes here."""
         if self.failure is not None:
             raise _AbandonError
         self.effects += 1
@@ -252,7 +251,7 @@ class Program:
         self.record("partition", "wait", barrier.name, parity, start, p.time)
 
     def wake(self, barrier: MBarrier, now: float) -> None:
-        """Let the partitions run that waited for the phase that has just ended."""
+        """Wake the partitions that wait for the phase that has just ended."""
         for p in self.partitions:
             if p.blocked is not None and p.blocked[0] is barrier and barrier.is_over(p.blocked[1]):
                 p.blocked, p.time = None, max(p.time, now)
@@ -272,7 +271,7 @@ class Program:
         lines += [f"{p.name} has returned" for p in self.partitions if p.finished]
         for read in self.unwritten_reads:
             lines.append(f"also: {read.what} was read before anything was written to it, at {read.site}")
-        if self.events is not None:  # a wait that never ends, drawn as long as a tenth of what came before
+        if self.events is not None:  # draw the endless waits as long as a tenth of the run
             now = max([p.time for p in self.partitions] + [e.end for e in self.events])
             for p in waiting:
                 barrier, parity = p.blocked  # type: ignore[misc]
@@ -292,8 +291,8 @@ class Program:
         """Run functions as concurrent partitions, and return the result of the first.
 
         Args:
-            functions: [(name, function without arguments)], the default partition's first.
-            worker_warps: the number of warps of each other partition.
+            functions: [(name, function without arguments)]; the first is for the default partition.
+            worker_warps: the number of warps of every other partition.
         """
         main = self.partition
         if len(self.partitions) > 1 and any(not p.finished for p in self.partitions[1:]):
@@ -302,7 +301,7 @@ class Program:
         before = main.name
         main.name = functions[0][0]
         if self.events is not None and main.row == before:
-            main.row = main.name  # what it has done so far, and does later, is in its function's row
+            main.row = main.name  # all its events, earlier and later, go to the row of its function
             for event in self.events[self.run.ends[-1] if self.run.ends else 0 :]:
                 event.partition = main.row
         for (name, _), warps in zip(functions[1:], worker_warps, strict=True):
@@ -336,7 +335,7 @@ class Program:
         worker.baton.acquire()
         try:
             if self.failure is None:
-                with np.errstate(all="ignore"):  # it belongs to a thread
+                with np.errstate(all="ignore"):  # each thread has its own setting
                     call()
         except _AbandonError:
             pass

@@ -1,4 +1,4 @@
-"""`simulate()`: while it is open, launches of Gluon kernels run here, one program after another."""
+"""`simulate()`: inside of it, launches of Gluon kernels run on the CPU, one program after another."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Launch options that change how a kernel is compiled, not what it computes.
+# Launch options that change the compiled code, but not the results.
 IGNORED = {"maxnreg", "num_stages", "debug", "warmup", "launch_cooperative_grid", "launch_pdl", "enable_fp_fusion"}
 IGNORED |= {"instrumentation_mode", "sanitize_overflow"}
 
-_ONE_THREAD = threading.RLock()  # simulates at a time: launches are redirected in the whole process
-# What a wrong call in a kernel raises in NumPy, or in the simulator's own functions: a misspelled keyword, a text for a number.
+_ONE_THREAD = threading.RLock()  # one thread simulates at a time: it redirects all launches of the process
+# Errors from NumPy or the simulator's functions after a wrong call in a kernel: a misspelled keyword, a text for a number.
 PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, ArithmeticError, RecursionError)
 
 
 @dataclass(repr=False)
 class Run:
-    """A simulation: how it runs, and what it found.
+    """A simulation: its settings and its findings.
 
     Attributes:
-        seed: stretches and shrinks times; None leaves the cost model's.
+        seed: stretches and shrinks times at random; None takes the times of the cost model.
         stop_at_first: whether the first report ends the simulation.
-        timeline: how many programs to record.
-        max_steps: calls and loop turns that one program may take.
-        max_seconds: wall-clock time of one launch.
+        timeline: number of programs to record.
+        max_steps: limit of calls and loop turns in one program.
+        max_seconds: limit of wall-clock time for one launch.
         model: the cost model.
-        reports: what was found.
-        notes: what the compiler repairs: a fence that is missing inside of one partition.
+        reports: the mistakes in the kernels.
+        notes: findings that the compiler repairs: a missing fence inside of one partition.
         events: the timeline.
         cycles: model cycles of each program.
-        launches: how many launches there were.
-        recorded: how many programs the timeline has.
+        launches: number of launches.
+        recorded: number of programs on the timeline.
         ends: number of events up to the end of each recorded program.
-        waiting: programs of the launch that have not begun; one that runs may take them over.
+        waiting: programs of the launch that have not begun; a running program may take them over.
         longest: the length of the longest arange.
-        gluon: whether the kernel that was launched last is in Gluon, or in plain Triton.
+        gluon: whether the last kernel is in Gluon; False for plain Triton.
     """
 
     seed: int | None
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no reports."""
         return not self.reports
 
     def programs(self) -> list[list[Event]]:
@@ -87,7 +87,7 @@ class Run:
         """Draw the timeline, and on it the first finding if there is one; returns (Figure, Axes).
 
         Args:
-            ax: where to draw; a new figure without.
+            ax: Axes to draw in; None for a new figure.
             window: the cycles (first, last) to show; None shows all.
         """
         report = self.reports[0] if self.reports else None
@@ -119,7 +119,7 @@ class Run:
         self.launches += 1
         self.gluon = kernel.is_gluon()
         deadline = time.monotonic() + self.max_seconds
-        np.seterr(all="ignore")  # a GPU overflows to infinity without a word; simulate() sets it back
+        np.seterr(all="ignore")  # a GPU overflows to infinity without a warning; simulate() restores the setting
         self.waiting = deque((x, y, z) for z, y, x in itertools.product(*(range(g) for g in grid[::-1])))
         while self.waiting:
             ids = self.waiting.popleft()
@@ -143,7 +143,7 @@ class Run:
 
 
 def _bind(kernel, args: tuple, options: dict) -> tuple[dict[str, Any], int, int]:
-    """The values of the kernel's parameters by name, num_warps and num_ctas; launch options that change nothing are dropped."""
+    """Return the values of the kernel's parameters by name, num_warps and num_ctas; drop launch options without an effect."""
     names = [p.name for p in kernel.params]
     named = {name: options[name] for name in names if name in options}
     values = inspect.signature(kernel.fn).bind_partial(*args, **named).arguments
@@ -160,7 +160,7 @@ def _bind(kernel, args: tuple, options: dict) -> tuple[dict[str, Any], int, int]
 
 
 def _argument(value: Any, name: str):
-    """A launch argument as the kernel sees it."""
+    """Return the simulator's value for a launch argument."""
     import torch
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -189,7 +189,7 @@ def _argument(value: Any, name: str):
 
 
 def check_version() -> None:
-    """Raise an error unless Triton is installed and new enough; of one newer than tested, `import utils` has warned."""
+    """Raise an error unless Triton is installed and new enough. `import utils` warns about untested newer versions."""
     oldest, version = versions.TESTED["triton"][0], versions.installed_version("triton")
     name = ".".join(map(str, oldest))
     if version is None:
@@ -213,15 +213,15 @@ def simulate(
 ) -> Iterator[Run]:
     """Run the Gluon and Triton kernels that are launched inside on the CPU, and check them.
 
-    `@simulate()` does so for a whole function. Another thread that simulates waits for this one.
+    `@simulate()` does so for a whole function. Only one thread simulates at a time; other threads wait.
 
     Args:
-        seed: None runs by the cost model's times; a number stretches and shrinks them at random. Same seed, same run.
-        stop_at_first: raise the first report; False collects reports in `run.reports` and goes on where it can.
-        timeline: how many programs to record; True is one.
-        max_steps: calls and loop turns that one program may take, against endless loops.
-        max_seconds: wall-clock limit of one launch.
-        model: rates of the hardware's units; by default those of an H100's or H200's data sheet.
+        seed: None takes the times of the cost model; a number stretches and shrinks them at random, the same number always alike.
+        stop_at_first: raise the first report as an error; False collects reports in `run.reports` and goes on if possible.
+        timeline: number of programs to record; True is one.
+        max_steps: limit of calls and loop turns in one program, against endless loops.
+        max_seconds: limit of wall-clock time for one launch.
+        model: rates of the hardware's units; by default from the data sheet of an H100 or H200.
     """
     check_version()
     from triton.runtime.jit import JITFunction
@@ -233,7 +233,7 @@ def simulate(
 
     with _ONE_THREAD:
         before, numpy_errors = JITFunction.run, np.geterr()
-        JITFunction.run = launch  # also of Gluon's kernels, which inherit it
+        JITFunction.run = launch  # Gluon's kernels inherit it
         try:
             yield run
         finally:

@@ -1,10 +1,10 @@
-"""tcgen05: products whose accumulators lie in tensor memory, asynchronous and in order.
+"""tcgen05: asynchronous products with accumulators in tensor memory.
 
-A product is over for whoever has waited for an mbarrier that a `tcgen05_commit` after it arrives at. Products and copies that one
-partition has issued run in their order, so none of them waits for another.
+A `tcgen05_commit` after a product arrives at an mbarrier, and a wait for that mbarrier shows the end of the product. The
+products and copies of one partition run in their order, so they need no waits for each other.
 
-In a cluster each block issues its own products, unless the accumulator's layout says two_ctas: then the first block of each pair
-issues one that reads the shared memory of both and writes the tensor memory of both, and its commit arrives in both.
+In a cluster each block issues its own products, unless the accumulator's layout has two_ctas. Then the first block of each pair
+issues products for both blocks: they read the shared memory of both, write the tensor memory of both, and commits arrive in both.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .products import check_blocks, exact_product
 from .tensor_memory import TensorMemory
 
 QUEUE = "tcgen05"
-# Formats of scaled products, and the types that hold them.
+# {format of scaled products: the type that holds it}.
 FORMATS = {"e2m1": "uint8", "e4m3": "fp8e4nv", "e5m2": "fp8e5"}
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def _in_pairs() -> bool:
-    """Whether two blocks of the cluster multiply together: all products of a kernel do, or none."""
+    """Return whether pairs of blocks multiply together. That holds for all products of a kernel, or for none."""
     return any(getattr(columns.layout, "two_ctas", False) for columns in context.program().tensor_memory)
 
 
@@ -74,13 +74,13 @@ def _check_shapes(a, b, acc) -> None:
 
 
 def _issue(operands: list[tuple[MemDesc, bool, str]], cycles: float, label: str) -> float:
-    """Put an operation into the running partition's queue, check its accesses, and return when it ends."""
+    """Put an operation into the running partition's queue, check its accesses, and return its end."""
     program = context.program()
     program.reschedule()
     p = program.partition
     p.tensor_count, p.tensor_site = p.tensor_count + 1, context.site()
     issuers = [index & ~1 for index in range(program.num_ctas)] if _in_pairs() else None
-    # In order: what this partition issued before is over when this one begins.
+    # The queue is in order: this operation begins when all earlier operations of the partition are over.
     queues = [
         (p.blocks[issuers[index] if issuers else index].clock, (QUEUE, p.index, index))
         for index in range(program.num_ctas)
@@ -102,14 +102,14 @@ def _issue(operands: list[tuple[MemDesc, bool, str]], cycles: float, label: str)
 
 
 def _start(a, b, acc, scales: tuple, add: bool, work: float, multiply) -> None:
-    """Start a product: `multiply()` returns it, `work` is its time in cycles at the rate of 16-bit values."""
+    """Start a product; multiply() returns its result, work is its number of FLOPs at the rate of 16-bit values."""
     program = context.program()
     operands = [(a, False, "tcgen05_mma that reads A from"), (b, False, "tcgen05_mma that reads B from")]
     operands += [(x, False, "tcgen05_mma that reads scales from") for x in scales]
     operands.append((acc, True, "tcgen05_mma that writes"))
     unwritten = add and not acc.written.all()
     end = _issue(operands, work / program.model.mma_flops, f"{a.label} x {b.label}")
-    if unwritten:  # the product reads its accumulator, too
+    if unwritten:  # the product reads its accumulator
         program.unwritten_reads.append(acc.allocation.records[0][-1])
 
     def finish() -> None:
@@ -131,7 +131,7 @@ def _commit_all(a, b, multicast, mbarriers, mbarrier_preds) -> None:
 
 @known(of=(blackwell,))
 def tcgen05_mma(a, b, acc, *, use_acc=True, pred=True, multicast=False, mbarriers=None, mbarrier_preds=None) -> None:
-    """Start acc = a @ b + (acc if use_acc else 0); the barriers learn of its end, as by a commit for each."""
+    """Start acc = a @ b + (acc if use_acc else 0); its end arrives at the mbarriers, as by a commit for each."""
     _check_product(a, b, acc)
     _check_shapes(a, b, acc)
     if is_true(pred):
@@ -141,7 +141,7 @@ def tcgen05_mma(a, b, acc, *, use_acc=True, pred=True, multicast=False, mbarrier
 
 
 def _unscaled(x: MemDesc, kind: str, axis: int) -> np.ndarray:
-    """Return the numbers of a tile; e2m1 has two in each byte along `axis`, the lower half first."""
+    """Return the numbers of a tile; a byte of e2m1 has two numbers along `axis`, the lower half first."""
     data = x.values
     if kind != "e2m1":
         return data
@@ -150,7 +150,7 @@ def _unscaled(x: MemDesc, kind: str, axis: int) -> np.ndarray:
 
 
 def _factors(scale: TensorMemory, k: int) -> np.ndarray:
-    """Return the factor of each element: a byte is an exponent of two, an e4m3 a number."""
+    """Return the factor of each element: a byte is an exponent of two, an e4m3 value is the factor itself."""
     values = scale.values
     if scale.dtype.name == "uint8":
         values = np.where(values == 255, np.nan, np.exp2(values.astype(np.float32) - 127)).astype(np.float32)
@@ -203,7 +203,7 @@ def tcgen05_copy(src, dst) -> None:
 
 
 def _committers(block: int, descs: tuple) -> list[int]:
-    """Return the blocks whose commits arrive in a block: its own, and with `descs` those that multiply by the same tiles."""
+    """Return the blocks with commits for a block: the block itself, and with `descs` the blocks that multiply the same tiles."""
     blocks, step = context.program().num_ctas, 2 if _in_pairs() else 1
     own = block - block % step
 
@@ -216,7 +216,7 @@ def _committers(block: int, descs: tuple) -> list[int]:
 
 @known(of=(blackwell,))
 def tcgen05_commit(barrier, pred=True, descs=()) -> None:
-    """Let an mbarrier learn when all products and copies are over that this partition has issued so far."""
+    """Let the end of all products and copies so far of this partition arrive at an mbarrier."""
     if not is_true(pred):
         return
     program = context.program()
@@ -240,7 +240,7 @@ def tcgen05_commit(barrier, pred=True, descs=()) -> None:
 
 
 def finish(program) -> None:
-    """Check, at the end of a program, that somebody has waited for the last operation of each partition."""
+    """Check at the end of a program that some partition has waited for the last operation of each partition."""
     if program.pair_signals and not _in_pairs():
         site, label = program.pair_signals[0]
         text = f"a copy signals {label}, which two blocks share; only kernels whose products run in pairs (two_ctas) may do so"

@@ -1,8 +1,8 @@
 """Blackwell's tensor memory: 512 columns of 128 lanes in each block, 32 bits each.
 
-The products of tcgen05.py write there, and may take A and scales from there; a partition of 4 or 8 warps loads and stores it, each
-warp the 32 lanes of its own quarter. Views of other types share columns: what is read as one type must have been written as
-that type.
+The products of tcgen05.py write there, and may read A and scales from there. Partitions of 4 or 8 warps load and store it; each
+warp has the 32 lanes of its own quarter. Views of different types may share columns: a read must have the type of the last
+write.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from .memory import Allocation, MemDesc
 from .tensors import Shape, Tensor
 
 LANES = 128
-VARIANTS = ("32x32b", "16x64b", "16x128b", "16x256b", "32x32b_splitn")  # instructions that load and store
+VARIANTS = ("32x32b", "16x64b", "16x128b", "16x256b", "32x32b_splitn")  # instructions for loads and stores
 
 
 def stride_of(layout) -> int:
-    """Return how far elements lie apart in a row, counted in elements; those of scales lie side by side."""
+    """Return the distance of neighbours in a row, counted in elements; scales have the distance 1."""
     return getattr(layout, "col_stride", 1)
 
 
 def _columns(dtype, layout, elements: int) -> int:
-    """Return how many columns a row of elements takes."""
+    """Return the number of columns for a row of elements."""
     return max(1, elements * dtype.primitive_bitwidth * stride_of(layout) // 32)
 
 
 def _columns_in_a_block(dtype, shape: list[int], layout) -> int:
-    """Return how many columns of a block an allocation takes: tiles of 64 rows share columns, and so do 128 rows of scales."""
+    """Return an allocation's number of columns in a block: tiles of 64 rows share columns, and so do 128 rows of scales."""
     *rows, width = layouts.per_block(shape, layout)
     height = math.prod(rows)
     if isinstance(layout, blackwell.TensorMemoryScalesLayout):
@@ -52,7 +52,7 @@ def _columns_in_a_block(dtype, shape: list[int], layout) -> int:
 
 
 class Columns(Allocation):
-    """The columns of one allocate_tensor_memory. `data` has their bytes, for who overlaps whom; `values` what is in them."""
+    """The columns of one allocate_tensor_memory. `data` has their bytes, to find overlaps; `values` has their values by type."""
 
     kind = "tensor memory"
 
@@ -62,12 +62,12 @@ class Columns(Allocation):
         rows = [*shape[:-1], _columns(dtype, layout, shape[-1])]
         self.data = np.zeros(rows, np.uint32)
         self.written = np.zeros(rows, np.int8)
-        self.writer: np.ndarray = np.zeros(rows, np.int8)  # which of the types in `values` wrote it
+        self.writer: np.ndarray = np.zeros(rows, np.int8)  # 0, or the number of the type in `values` that wrote it
         self.values: dict[tuple[str, int], np.ndarray] = {}
         self.columns = _columns_in_a_block(dtype, shape, layout)
 
     def plane(self, dtype, stride: int) -> tuple[int, np.ndarray]:
-        """Return the values as one type has them, and the number of that type here."""
+        """Return the number of a type in this memory, and the values of that type."""
         key = dtype.name, stride
         if key not in self.values:
             each = 32 // (dtype.primitive_bitwidth * stride)
@@ -76,7 +76,7 @@ class Columns(Allocation):
 
 
 class TensorMemory(MemDesc):
-    """A view of tensor memory: what a kernel calls a tensor_memory_descriptor."""
+    """A view of tensor memory, in kernels a tensor_memory_descriptor."""
 
     allocation: Columns
 
@@ -112,7 +112,7 @@ class TensorMemory(MemDesc):
 
     @property
     def values(self) -> np.ndarray:
-        """The values, for a product or a load; writing into them changes the memory."""
+        """The values for a product or a load; writing to them changes the memory."""
         plane = self.allocation.plane(self.dtype, stride_of(self.layout))[1]
         each = 32 // (self.dtype.primitive_bitwidth * stride_of(self.layout))
         return plane[(*self.place, Ellipsis, slice(self.first * each, self.first * each + self.logical[-1]))]
@@ -122,7 +122,7 @@ class TensorMemory(MemDesc):
         self.writer[...] = self.allocation.plane(self.dtype, stride_of(self.layout))[0]
 
     def check_type(self, what: str) -> None:
-        """Refuse to read as one type what another one has written."""
+        """Refuse a read if another type has written these columns."""
         mine = self.allocation.plane(self.dtype, stride_of(self.layout))[0]
         others = self.writer[(self.writer != mine) & (self.writer != 0)]
         if others.size:
@@ -161,7 +161,7 @@ class TensorMemory(MemDesc):
         return self._derived(self.dtype, shape, layout, self.place, first, suffix, self.alloc_shape)
 
     def _reinterpret(self, dtype=None, shape=None, layout=None) -> TensorMemory:
-        """Return the first columns of the same memory as another type: P takes the place of the scores it came from."""
+        """Return the first columns of the same memory as another type, for example for P in the place of its scores."""
         dtype, layout = dtype or self.dtype, layout or self.layout
         shape = self.logical if shape is None else constants(shape, "_reinterpret's shape")
         _check_layout(dtype, shape, layout)
@@ -204,7 +204,7 @@ class TensorMemory(MemDesc):
     if hasattr(blackwell.tensor_memory_descriptor, "get_reg_layout"):  # from Triton 3.8 on
 
         def get_reg_layout(self, num_warps=None, instr_variant="32x32b"):
-            """Return the register layout by which an instruction moves this memory."""
+            """Return the register layout of an instruction that loads and stores this memory."""
             warps = context.partition().num_warps if num_warps is None else num_warps
             return get_tmem_reg_layout(
                 self.dtype, self.logical, self.layout, warps, instr_variant, alloc_shape=self.alloc_shape
@@ -214,7 +214,7 @@ class TensorMemory(MemDesc):
         """Return a tensor with the values."""
         what = f"{self.label}.load"
         layout = self.get_reg_layout() if layout is None else layout
-        layout = layouts.distributed(layout, list(self.shape), what)
+        layout = layouts.register_layout(layout, list(self.shape), what)
         self._check_registers(layout, what)
         reads = access(self, write=False, asynchronous=True, what=f"the load of {self.label}")
         self.check_type(what)
@@ -240,18 +240,18 @@ class TensorMemory(MemDesc):
         program.spend(cycles, kind, self.label)
 
 
-_registers: dict[tuple, list] = {}  # by the tile's type, shapes, layout and warps: some layouts are no keys themselves
+_registers: dict[tuple, list] = {}  # {(type, shapes, text of a layout, warps): register layouts}
 
 
 def register_layouts(dtype, shape: list[int], alloc_shape: list[int], layout, warps: int) -> list:
-    """Return the register layouts that tcgen05's loads and stores take, one for each instruction that fits."""
+    """Return the register layouts for tcgen05's loads and stores, one for each instruction that fits."""
     key = (dtype.name, tuple(shape), tuple(alloc_shape), layout.mangle(), warps)
     if key not in _registers:
         found = _registers[key] = []
         for variant in VARIANTS:
             try:
                 found.append(versions.tensor_memory_registers(dtype, shape, alloc_shape, layout, warps, variant))
-            except Exception:  # this instruction does not fit the tile; Triton says so by errors of many kinds
+            except Exception:  # this instruction does not fit the tile: Triton raises many kinds of errors
                 continue
     return _registers[key]
 
@@ -267,7 +267,7 @@ def same_registers(layout, wanted, shape: list[int]) -> bool:
 
 
 def _registers_of(layout, shape: list[int]) -> list[list[int]]:
-    """Return the steps of a layout's registers in a tile: a wide layout has some beyond it, a narrow one repeats itself."""
+    """Return the register steps of a layout inside of a tile: drop steps beyond the tile, and repeat a layout that is too small."""
     steps = [basis for basis in layout.reg_bases if any(basis) and all(map(operator.lt, basis, shape))]
     for d, (covered, size) in enumerate(zip(layout.shape, shape, strict=True)):
         while covered < size:
@@ -311,7 +311,7 @@ def allocate_tensor_memory(element_ty, shape, layout, value=None) -> TensorMemor
 def get_tmem_reg_layout(
     element_ty, shape, layout, num_warps, instr_variant="32x32b", cga_layout=(), *, alloc_shape=None
 ):
-    """Return the register layout by which an instruction loads and stores a tile."""
+    """Return the register layout of an instruction that loads and stores a tile."""
     tile = [unwrap(element_ty), constants(shape, "shape"), constants(alloc_shape or shape, "shape")]
     try:
         return versions.tensor_memory_registers(*tile, *map(unwrap, (layout, num_warps, instr_variant)))

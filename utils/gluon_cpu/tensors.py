@@ -33,7 +33,7 @@ class Tensor(RunTimeValue):
     """A block of values in registers, or a scalar, or pointers.
 
     The data of a scalar is a Python number. Pointers have a `buffer`, a GlobalBuffer, and their data are offsets into
-    it, in elements. `reads` are the loads from shared memory that the values come from. Operators are added below the class.
+    it, in elements. `reads` are the shared-memory loads of the values. Operators are added below the class.
     """
 
     __slots__ = ("_data", "buffer", "dtype", "layout", "reads")
@@ -57,13 +57,13 @@ class Tensor(RunTimeValue):
         return _type_of(self.dtype, tuple(self.shape), self.layout) if self.shape else self.dtype
 
     numel = property(lambda self: math.prod(self.shape))
-    handle = property(lambda self: self)  # what a builtin of a kernel's author passes on
+    handle = property(lambda self: self)  # for builtins of a kernel's author
 
     T = property(lambda self: self.trans())
 
     @property
     def value(self):
-        """Refused: only constants have a value before the kernel runs."""
+        """Refuse the read: only constants have a value before the kernel runs."""
         refuse("kernel", ".value belongs to a constexpr; this is a value known only when the kernel runs.")
 
     def to(self, *args, **kwargs):
@@ -118,7 +118,7 @@ class Tensor(RunTimeValue):
 
 
 def work(x: Tensor, special: bool = False) -> None:
-    """Charge one elementwise operation on x to the running partition; special: of the special function units (exp2, log2, ...)."""
+    """Spend the time of an elementwise operation on x; special: it needs the special function units (exp2, log2, ...)."""
     program = context.program()
     p, data = program.partition, x._data
     cycles = (data.size if type(data) is np.ndarray else 1) / (p.special_rate if special else p.rate)
@@ -129,7 +129,7 @@ def work(x: Tensor, special: bool = False) -> None:
 
 
 def to_tensor(x) -> Tensor:
-    """Return a run-time value: tensors stay, numbers become scalars."""
+    """Return a tensor unchanged, and a number as a run-time scalar."""
     if isinstance(x, Tensor):
         return x
     x = unwrap(x)
@@ -144,7 +144,7 @@ def broadcast_layout(a: Tensor, b: Tensor, what: str):
     m, n = (x._data.shape if isinstance(x._data, np.ndarray) else () for x in (a, b))
     if not m or not n:
         return a.layout if m else b.layout
-    layout = a.layout if a.layout is b.layout else layouts.same(a.layout, b.layout, what)
+    layout = a.layout if a.layout is b.layout else layouts.common_layout(a.layout, b.layout, what)
     if m != n:
         shapes = f"{what}: shapes {list(m)} and {list(n)}"
         if len(m) != len(n) and context.program().run.gluon:  # in plain Triton, dimensions are added in front
@@ -170,10 +170,10 @@ _OF_INTEGERS = FUNCTIONS | {"max": max, "min": min}
 
 
 def _divide(a, b, mod: bool):
-    """C's integer division, which rounds to zero, or its remainder.
+    """Return C's integer quotient, which rounds to zero, or its remainder.
 
-    A GPU does not stop at a division by zero: the quotient has all bits set, the remainder is the dividend. Correct kernels
-    do this where they compute the place of a tile behind the last one and then don't use it.
+    A GPU does not stop at a division by zero: the quotient has all bits set, and the remainder is the dividend. Correct kernels
+    do this when they compute the place of a tile behind the last tile and do not use it.
     """
     if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
         if b == 0:
@@ -187,7 +187,7 @@ def _divide(a, b, mod: bool):
 
 
 def operand_type(op: str, a, b):
-    """Return the type that both operands take."""
+    """Return the common type of both operands."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype is b.dtype and op != "/":
             return a.dtype
@@ -232,7 +232,7 @@ _INT32 = gl.int32  # Triton has one object for it
 
 
 def _of_integers(op: str, a: Tensor, b) -> Tensor | None:
-    """Return `a op b` of two int32 scalars where the result is one too, or a truth value; None elsewhere."""
+    """Return `a op b` of two int32 scalars if the result is an int32 scalar or a truth value; else None."""
     x, y = a._data, b._data if type(b) is Tensor and b.dtype is _INT32 else b
     if type(x) is not int or type(y) is not int or not -(2**31) <= y < 2**31 or op == "/":
         return None
@@ -246,14 +246,14 @@ def _of_integers(op: str, a: Tensor, b) -> Tensor | None:
 
 
 def _operand(op: str, x):
-    """Return what an operator works on: a tensor whose values are there, or a Python number."""
+    """Return an operand for an operator: a plain Tensor with its values, or a Python number."""
     if isinstance(x, Tensor):
-        return Tensor(x.data, x.dtype, x.layout)  # of a product: to read it may be a race
+        return Tensor(x.data, x.dtype, x.layout)  # x is a product, and reading its data may be a race
     x = unwrap(x)
     return x if isinstance(x, NUMBERS) else refuse("kernel", f"An operand of {op} is {x!r}: no number and no tensor.")
 
 
-# How `a op b` is computed, by what `_kind` says of both; layouts are told apart by their ids, so each is kept with its plan.
+# {(op, kind of a, kind of b): plan of `_plan`}. A kind has the id of a layout; the plan's reference to the layout keeps it unique.
 _plans: dict[tuple, tuple] = {}
 
 
@@ -264,7 +264,7 @@ def _kind(x) -> tuple:
 
 
 def _plan(op: str, a, b) -> tuple:
-    """Return (conversion of a, of b, function, the NumPy type that needs no rounding, rounding, dtype, layout, what to keep)."""
+    """Return (conversion of a, of b, function, NumPy type that needs no rounding, rounding, dtype, layout, layouts to keep)."""
     tensors = [x for x in (a, b) if isinstance(x, Tensor)]
     keep = [x.layout for x in tensors]
     layout = broadcast_layout(tensors[0], tensors[1], f"the operator {op}") if len(tensors) == 2 else keep[0]
@@ -286,7 +286,7 @@ def _plan(op: str, a, b) -> tuple:
 
 
 def _conversion(x, dtype):
-    """Return what makes an operand's data values of the operator's type; None if they are."""
+    """Return the function that converts an operand's data to the operator's type; None if they have this type."""
     if isinstance(x, Tensor):
         return (lambda data: round_to(data, dtype)) if x.dtype.name != dtype.name else None
     number = round_number(x, dtype)  # a plan is for one number
@@ -303,7 +303,7 @@ def _check_operator(op: str, dtype) -> None:
 
 
 def _pointer_conversions(op: str, a, b) -> list:
-    """Return the conversions of a pointer and its offset; refuse what pointers do not take."""
+    """Return the conversions of a pointer and its offset; refuse wrong operators and operands."""
     if op not in ("+", "-"):
         refuse("unknown operation", f"gluon_cpu does not know {op} of a pointer.")
     is_pointer = [getattr(x, "buffer", None) is not None for x in (a, b)]

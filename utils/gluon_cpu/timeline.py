@@ -1,8 +1,8 @@
 """The timeline of a simulated program: events in model cycles, and their picture.
 
-The cost model is a ruler, not a stopwatch: one SM of an H200's data sheet (132 SMs at 1.83 GHz) or of another GPU's
-(`CostModel.of("B200")`), every unit at its peak rate, and no cost for bank conflicts, caches, registers or other blocks on the SM. It shows what waits for what and what
-overlaps; it does not predict a kernel's time.
+The cost model is a ruler, not a stopwatch. It has one SM from the data sheet of an H200 (132 SMs at 1.83 GHz) or of another GPU
+(`CostModel.of("B200")`). Every unit runs at its peak rate; bank conflicts, caches, registers and other blocks on the SM cost
+nothing. It shows waits and overlaps, and does not predict the time of a kernel.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     from .reports import Report
 
-# Rows of the picture, for each partition: itself, then what it started on other units.
+Places = dict[int, tuple[float, float]]  # {id of an event: (y, height) of its bar}
+# {unit: beginning of its row's name}. The rows of a partition are the partition, then the units of its operations.
 UNITS = {"partition": "", "tensor cores": "tensor cores: ", "cp.async": "cp.async: ", "TMA": "TMA: "}
-WAIT = "#a6a6a6"  # seen on a light and on a dark page
+WAIT = "#a6a6a6"  # visible on a light and on a dark page
 COLORS = {
     "wait": WAIT,
     "compute": "#4c78a8",
@@ -40,10 +41,10 @@ COLORS = {
     "copy wait": WAIT,
     "blocked": "#f4b6b0",
 }
-# Waits say by their hatching what they wait for: a barrier has none.
+# The hatching of a wait shows its reason; a wait for a barrier has none.
 HATCHES = {"wgmma wait": "///", "copy wait": "...", "blocked": "xx"}
 LABELS = {
-    "wgmma": "product",  # of tcgen05, too
+    "wgmma": "product",  # products of tcgen05 have this kind, too
     "wait": "wait: barrier",
     "wgmma wait": "wait: product",
     "copy wait": "wait: copy",
@@ -62,16 +63,16 @@ class CostModel:
     global_latency: float = 600.0  # a miss in the L2, about
     shared_bytes: float = 128.0
     shared_latency: float = 30.0
-    lanes_per_warp: float = 32.0  # fp32 results a cycle, for each warp up to four
+    lanes_per_warp: float = 32.0  # fp32 results of a warp in a cycle, for up to four warps
     special_per_warp: float = 4.0  # exp2, log2, rsqrt, ...
     barrier: float = 20.0
-    issue: float = 10.0  # one thread starting a TMA copy, a wgmma, a cp.async
-    tensor_memory_bytes: float = 512.0  # one column of 128 lanes: assumed, no data sheet says it
-    tensor_memory_latency: float = 30.0  # assumed to be shared memory's
+    issue: float = 10.0  # the start of a TMA copy, a wgmma or a cp.async by one thread
+    tensor_memory_bytes: float = 512.0  # one column of 128 lanes; assumed, because no data sheet has it
+    tensor_memory_latency: float = 30.0  # assumed to be the same as for shared memory
 
     @classmethod
     def of(cls, gpu: str) -> CostModel:
-        """Return the data sheet's rates of a Hopper or Blackwell GPU; a B200's are not measured, its latencies are Hopper's.
+        """Return the rates of a Hopper or Blackwell GPU from its data sheet; the latencies are Hopper's and not measured on a B200.
 
         Args:
             gpu: a row of `utils.config.GPU_SPECS`: "H100", "H200", "B200".
@@ -80,7 +81,7 @@ class CostModel:
         flops = {9: 4096.0, 10: 8192.0}.get(spec["compute_capability"][0])
         if flops is None:
             raise ValueError(f"The cost model knows Hopper and Blackwell (H100, H200, B200); got {gpu}.")
-        clock = 1e12 * spec["bf16_tflops"] / spec["sm_count"] / flops  # at which the SMs reach the sheet's rate
+        clock = 1e12 * spec["bf16_tflops"] / spec["sm_count"] / flops  # the SMs reach the sheet's rate at this clock
         return cls(mma_flops=flops, global_bytes=1e12 * spec["memory_bandwidth_tb_s"] / spec["sm_count"] / clock)
 
 
@@ -88,8 +89,8 @@ class CostModel:
 class Event:
     """A bar of the timeline; times are in model cycles.
 
-    `phase` is the barrier's phase for a copy, and the parity for a wait. An ordinary load or store has the `bytes` that
-    it asks for, and the `sectors` of 32 bytes that its warps' instructions touch.
+    `phase` is the barrier's phase for a copy, and the parity for a wait. An ordinary load or store has its number of `bytes`,
+    and the number of `sectors` of 32 bytes that the instructions of its warps touch.
     """
 
     partition: str
@@ -111,13 +112,12 @@ def plot_events(
     report: Report | None = None,
     window: tuple[float, float] | None = None,
 ) -> tuple[Figure, Axes]:
-    """Draw a timeline: a row for each partition, and rows for the copies and products that it started.
+    """Draw a timeline: a row for each partition, and rows for its copies and products.
 
     Args:
         events: the events of one program.
-        ax: where to draw; a new figure without.
-        report: a finding that ended the run: the bars that it is about are framed, and an arrow shows the order that is
-            missing between them.
+        ax: Axes to draw in; None for a new figure.
+        report: a finding: frames mark its bars, and an arrow shows the missing order between them.
         window: the cycles (first, last) to show; None shows all.
 
     Returns:
@@ -128,7 +128,6 @@ def plot_events(
 
     findings = [e for e in events if e.kind == "finding"]
     events = [e for e in events if e.kind != "finding"]
-
     if not events:
         raise ValueError("No events to draw: launch a kernel inside `with gluon_cpu.simulate(timeline=True) as run:`.")
     by_start = sorted(events, key=lambda e: (e.start, e.unit != "partition"))
@@ -136,15 +135,38 @@ def plot_events(
     rows = sorted(
         {(e.unit, e.partition) for e in events}, key=lambda row: (partitions.index(row[1]), list(UNITS).index(row[0]))
     )
-    lanes = _lanes(events)
-    deepest = {row: 1 + max(lanes[id(e)] for e in events if (e.unit, e.partition) == row) for row in rows}
     own = ax is None
     if ax is None:
         _, ax = plt.subplots(figsize=(9.6, 0.9 + 0.45 * len(rows)), layout="constrained")
     figure = cast("Figure", ax.figure)
-    first, last = window or (0.0, max(e.end for e in events))
-    longest = last - first
-    places: dict[int, tuple[float, float]] = {}
+    places = _draw_bars(ax, events, rows, window or (0.0, max(e.end for e in events)))
+    if report is not None:
+        _draw_finding(ax, events, findings, report, places, rows)
+    ax.set_yticks(range(len(rows)), [UNITS[unit] + partition for unit, partition in rows])
+    ax.invert_yaxis()
+    ax.set_xlim(*(window or (0, None)))
+    ax.set_xlabel("model cycles")
+    legend: dict[tuple[str, str], str] = {}  # kinds with the same look share an entry
+    for kind in sorted({e.kind for e in events}, key=lambda k: list(COLORS).index(k) if k in COLORS else 99):
+        legend.setdefault((COLORS.get(kind, "#888888"), HATCHES.get(kind, "")), LABELS.get(kind, kind))
+    for name in partitions[1:]:  # a line between one partition's rows and the next one's
+        ax.axhline(next(i for i, row in enumerate(rows) if row[1] == name) - 0.5, color="#bbbbbb", linewidth=0.6)
+    handles = [
+        Patch(facecolor=color, edgecolor="#8a8a8a" if hatch else color, hatch=hatch, linewidth=0.0, label=label)
+        for (color, hatch), label in legend.items()
+    ]
+    if own:  # below the label of the axis for any height
+        figure.legend(handles=handles, ncols=8, fontsize=7, loc="outside lower center", frameon=False)
+    else:
+        ax.legend(handles=handles, ncols=6, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+    return figure, ax
+
+
+def _draw_bars(ax: Axes, events: list[Event], rows: list[tuple], window: tuple[float, float]) -> Places:
+    """Draw a bar for each event, with its name if there is room, and return the places of the bars."""
+    lanes, places = _lanes(events), Places()
+    deepest = {row: 1 + max(lanes[id(e)] for e in events if (e.unit, e.partition) == row) for row in rows}
+    first, last = window
     for e in events:
         row = (e.unit, e.partition)
         height = 0.8 / deepest[row]
@@ -160,46 +182,22 @@ def plot_events(
             hatch=HATCHES.get(e.kind, ""),
         )
         label = e.buffer if e.phase is None else f"{e.buffer} ({e.phase})"
-        if e.kind == "wgmma":  # its right operand says which product it is
+        if e.kind == "wgmma":  # the right operand is enough to name a product
             label = label.split(" x ")[-1]
         named = e.unit != "partition" or e.kind == "blocked"
         shown = min(e.end, last) - max(e.start, first)
-        if named and deepest[row] <= 3 and 0.0085 * longest * len(label) < shown:
+        if named and deepest[row] <= 3 and 0.0085 * (last - first) * len(label) < shown:
             ax.text(max(e.start, first) + shown / 2, y, label, ha="center", va="center", fontsize=7, clip_on=True)
         places[id(e)] = (y, height)
-    if report is not None:
-        _draw_finding(ax, events, findings, report, places, rows)
-    ax.set_yticks(range(len(rows)), [UNITS[unit] + partition for unit, partition in rows])
-    ax.invert_yaxis()
-    ax.set_xlim(*(window or (0, None)))
-    ax.set_xlabel("model cycles")
-    legend: dict[tuple[str, str], str] = {}  # kinds that look the same share an entry
-    for kind in sorted({e.kind for e in events}, key=lambda k: list(COLORS).index(k) if k in COLORS else 99):
-        legend.setdefault((COLORS.get(kind, "#888888"), HATCHES.get(kind, "")), LABELS.get(kind, kind))
-    for name in partitions[1:]:  # a line between one partition's rows and the next one's
-        ax.axhline(next(i for i, row in enumerate(rows) if row[1] == name) - 0.5, color="#bbbbbb", linewidth=0.6)
-    handles = [
-        Patch(facecolor=color, edgecolor="#8a8a8a" if hatch else color, hatch=hatch, linewidth=0.0, label=label)
-        for (color, hatch), label in legend.items()
-    ]
-    if own:  # below the axis label, whatever the height
-        figure.legend(handles=handles, ncols=8, fontsize=7, loc="outside lower center", frameon=False)
-    else:
-        ax.legend(handles=handles, ncols=6, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
-    return figure, ax
+    return places
 
 
 def _draw_finding(
-    ax: Axes,
-    events: list[Event],
-    findings: list[Event],
-    report: Report,
-    places: dict[int, tuple[float, float]],
-    rows: list,
+    ax: Axes, events: list[Event], findings: list[Event], report: Report, places: Places, rows: list[tuple]
 ) -> None:
-    """Frame the bars that a report is about, and draw the order that is missing as an arrow."""
+    """Frame the bars of a report, and draw the missing order as an arrow."""
     red = "#b3423a"
-    stuck = list({e.buffer: e for e in events if e.kind == "blocked"}.values())  # one for each barrier
+    stuck = list({e.buffer: e for e in events if e.kind == "blocked"}.values())  # one wait for each barrier
     if stuck:
         for one, other in itertools.pairwise(stuck):
             middle = max(one.start, other.start) + 0.5 * (one.end - max(one.start, other.start))
@@ -208,7 +206,7 @@ def _draw_finding(
         ax.text(stuck[0].end, -0.62, "nobody can go on", color=red, fontsize=8, ha="right")
         return
     lines = {site.line for site in report.others} | {report.line}
-    # Of several bars of a line, the report means the last one whose buffer it names.
+    # If a line has several bars, the report means the last bar with a buffer in its message.
     about = [e for e in events if e.line in lines and e.buffer]
     about = [e for e in about if e.buffer in report.message] or about
     framed = {e.line: e for e in about if e.kind not in ("issue", "barrier")}
@@ -229,7 +227,7 @@ def _draw_finding(
 
 
 def _lanes(events: list[Event]) -> dict[int, int]:
-    """A lane for each event, by its id: within a lane of a row no two events overlap."""
+    """Return {id of an event: its lane}: two events of a row that overlap have different lanes."""
     ends: dict[tuple[str, str], list[float]] = {}
     lanes = {}
     for e in sorted(events, key=lambda e: e.start):

@@ -1,10 +1,9 @@
-"""Kernels whose PTX is rewritten after Triton has compiled them, for instructions that Triton has no word for.
+"""Rewrite the PTX of kernels that Triton has compiled, for instructions that Triton cannot express.
 
-`policy_copies` tells the L2 how long to keep what TMA brings. Copies with the policy `evict_first` leave lines in the L2 that are the
-first to go when the next ones come. Without it, a cache of keys and values that is read once puts out what other kernels have left
-there, and what of that was written goes to memory while the keys come in. The policy is an argument of the kernel, so one kernel
-reads with it and without it. `narrow_products` leaves columns out of attention's P V, dV and dK at head dimensions 80 and 96. What
-the GEMM rewrites is in `gemm_launch.py`.
+`policy_copies` gives TMA copies a policy of the L2. Lines with the policy `evict_first` are the first to leave the L2. Without it,
+a cache of keys and values, which is read once, pushes the data of other kernels out of the L2, and dirty lines are written to
+memory while the keys come in. The policy is an argument of the kernel, so one kernel serves both policies. `narrow_products`
+leaves columns out of attention's P V, dV and dK at head dimensions 80 and 96. `gemm_launch.py` has the rewriting of the GEMM.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any
 
 from utils.machine.versions import ptxas_command
 
-# A TMA copy from global memory, of a tensor of four dimensions.
+# Matches a TMA copy from global memory of a tensor with four dimensions.
 _COPY = re.compile(
     r"(@%\w+ )?(cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global\.mbarrier::complete_tx::bytes)( \[[^;]*\]);"
 )
-# The kernel's argument behind its one number in fp32.
+# Matches the argument of 64 bits behind the kernel's only fp32 number.
 _POLICY = re.compile(r"\.param \.f32 \w+,\s*\.param \.u64 (\w+)")
 
 
@@ -46,11 +45,11 @@ def assemble(ptx: str) -> bytes:
     return cubin
 
 
-def reassembled(compiled: Any, rewrite: Callable[[str], str]) -> Any:
-    """Return a copy of a kernel that Triton compiled, with its PTX rewritten: one copy, kept with the kernel.
+def reassemble(compiled: Any, rewrite: Callable[[str], str]) -> Any:
+    """Return a copy of a compiled kernel with rewritten PTX. The kernel keeps the copy for later calls.
 
-    Triton keeps a compiled kernel for each device, and never unloads one. The copy is loaded when it is first used: then Triton
-    tells the driver how much shared memory a launch may ask for, as the copy's metadata say by then.
+    The copy is loaded at its first use: then Triton gives the driver the size of shared memory in the copy's metadata, which the
+    caller may have changed. Triton never unloads a kernel.
     """
     if not hasattr(compiled, "reassembled_twin"):
         ptx = rewrite(compiled.asm["ptx"])
@@ -62,20 +61,21 @@ def reassembled(compiled: Any, rewrite: Callable[[str], str]) -> Any:
     return compiled.reassembled_twin
 
 
-# A product of 128 columns whose left operand is in registers: its sums, and then the operand. Its last number is 1, which K's is not.
+# Matches a product of 128 columns with its left operand in registers: the sums, then the operand. The last number, 1, sets these
+# products apart from those with K.
 _PRODUCT = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64n)128(k16[\w.]*) *\{([^{}]*)\}(?=, *\{[^;]*, *1;)")
 
 
 def narrow_products(ptx: str, columns: int) -> str:
-    """Make products whose left operand is in registers have the first columns only. The sums of the others have to be zero.
+    """Cut products with their left operand in registers down to the first columns.
 
-    They stay so, and are not scaled.
+    The sums of all further columns must be zero. They stay zero, and are not scaled.
     """
     zeros: set[str] = set()
 
     def narrow(found: re.Match) -> str:
         sums = found[3].replace(" ", "").split(",")
-        zeros.update(sums[columns // 2 :])  # a thread has four registers of every eight columns, in their order
+        zeros.update(sums[columns // 2 :])  # a thread has four registers of every eight columns, in order
         return f"{found[1]}{columns}{found[2]} {{{','.join(sums[: columns // 2])}}}"
 
     ptx = _PRODUCT.sub(narrow, ptx)
@@ -83,12 +83,12 @@ def narrow_products(ptx: str, columns: int) -> str:
 
 
 def narrowed(compiled: Any, columns: int) -> Any:
-    """Return a copy of a kernel that Triton compiled, with narrow products (`narrow_products`); for 0 the kernel itself."""
-    return reassembled(compiled, lambda ptx: narrow_products(ptx, columns)) if columns else compiled
+    """Return a copy of a compiled kernel with products of so many columns (`narrow_products`); 0 returns the kernel itself."""
+    return reassemble(compiled, lambda ptx: narrow_products(ptx, columns)) if columns else compiled
 
 
 def policy_copies(ptx: str) -> str:
-    """Give each TMA copy of four dimensions the policy that the kernel gets."""
+    """Give each TMA copy of four dimensions the policy from the kernel's argument."""
     argument = _POLICY.search(ptx)
     if argument is None:
         raise ValueError("the kernel has no argument for the policy: 64 bits behind an argument in fp32.")

@@ -1,4 +1,4 @@
-"""Copies from the host while a CUDA graph is captured: they are made now, and are no part of the graph."""
+"""Copy numbers from the host while a CUDA graph is captured, at once and outside of the graph."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 def tensor_on(device: torch.device, numbers: list) -> torch.Tensor:
     """Copy numbers to the device as int32, whether or not its current stream is being captured.
 
-    A captured stream refuses the wait behind such a copy; and a copy that was captured would read ordinary memory of the
-    host at each replay, when nobody keeps it. So there it goes over a stream of its own and is complete on return.
-    Whoever launches a captured kernel on it keeps the tensor as long as the graph may be replayed.
+    A captured stream refuses the wait after such a copy, and a captured copy would read the host's memory at each replay,
+    when it may be free. So during a capture the copy uses a new stream and is complete on return. The caller keeps the
+    tensor as long as the graph may be replayed.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return torch.tensor(numbers, dtype=torch.int32, device=device)
@@ -28,9 +28,9 @@ def tensor_on(device: torch.device, numbers: list) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _relaxed() -> Iterator[None]:
-    """Let this thread allocate and wait while another of its streams is captured, which CUDA forbids by default."""
+    """Let this thread allocate and wait during the capture of a stream, which CUDA forbids by default."""
     driver, mode = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(_RELAXED)
-    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # leaves the mode that was there in `mode`
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # `mode` then holds the old mode
     try:
         yield
     finally:

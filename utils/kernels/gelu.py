@@ -4,16 +4,16 @@ One element costs a handful of FLOPs, so on a GPU the bytes moved decide the tim
 and written:
 
     version        kernels    bytes moved    why
-    gelu_unfused   9          21 n e         every operation reads from memory and writes its result: six move two
-                                             tensors, the three that combine two different ones move three
+    gelu_unfused   9          21 n e         every operation reads from memory and writes its result: six operations
+                                             move two tensors, three operations combine two and move three
     gelu_torch     1          2 n e          F.gelu(approximate="tanh"): torch's own kernel
     gelu_triton    1          2 n e          the same fused by hand, in Triton
 
 So fusion should give up to 10.5x on tensors that do not fit in the L2: predict, then measure.
 
 All take fp32, fp16 and bf16, any shape, empty ones too. Strides: a dense tensor in any order of dimensions (a
-transposed matrix) is handled where it lies. One with gaps or overlaps, such as x[:, ::2] or an expanded one, gelu_triton
-copies first: one more kernel and up to 2 n e bytes, which a profile shows.
+transposed matrix) needs no copy. A tensor with gaps or overlaps, such as x[:, ::2] or an expanded tensor, is copied by
+gelu_triton first: a profile shows one more kernel, which moves up to 2 n e bytes.
 
 The fused versions compute in fp32 and round once; gelu_unfused rounds to its dtype at each step. gelu_triton computes forward
 only. On a CPU it runs in the simulator: `with simulate(): gelu_triton(x)`, from `utils.gluon_cpu`.
@@ -59,8 +59,8 @@ def gelu_triton(x: torch.Tensor) -> torch.Tensor:
     from utils.kernels import gelu_triton as device_code
 
     y = torch.empty_like(x)
-    if y.stride() != x.stride():  # the elements of x do not fill a stretch of memory, in whatever order
-        x = x.clone()  # with the strides of y
+    if y.stride() != x.stride():  # x has gaps or overlaps
+        x = x.clone()  # the copy has the strides of y
     if x.numel():
         with torch.cuda.device(x.device if x.is_cuda else -1):
             device_code.launch(x, y)

@@ -1,11 +1,12 @@
 """The fused tanh-GELU in Triton: the device code, called from `utils/kernels/gelu.py`. Importing this imports Triton.
 
-No tanh is needed: 1 + tanh(u) = 2 / (1 + exp(-2u)), so gelu(x) = x / (1 + exp(-2u)). Where exp overflows to
-infinity the quotient is -0, and where it underflows the quotient is x: both right, and no accuracy is lost near 0,
-which 1 - 2 / (exp(2u) + 1) would lose. Each program handles 1024 neighbouring elements, read and written once.
-"""
+No tanh is needed: 1 + tanh(u) = 2 / (1 + exp(-2u)), so gelu(x) = x / (1 + exp(-2u)). Where exp overflows to infinity,
+the quotient is -0; where exp underflows, it is x. Both are right. Near 0 this form keeps its accuracy, and the form
+1 - 2 / (exp(2u) + 1) would lose it.
 
-from __future__ import annotations
+    tile         1024 neighbouring elements for each program, read and written once; no pipeline
+    measured     by the student, in lab 1
+"""
 
 import triton
 import triton.language as tl
@@ -21,6 +22,6 @@ def gelu_kernel(x, y, count, BLOCK: tl.constexpr):
 
 
 def launch(x, y) -> None:
-    """Compute y = gelu(x) over the elements as they lie in memory: both dense, with the same strides."""
-    block = 1024 if x.is_cuda else 1 << 16  # the simulator pays by the program, not by the element
+    """Compute y = gelu(x). Both tensors are dense and have the same strides."""
+    block = 1024 if x.is_cuda else 1 << 16  # the simulator's time grows with the number of programs
     gelu_kernel[(triton.cdiv(x.numel(), block),)](x, y, x.numel(), BLOCK=block)

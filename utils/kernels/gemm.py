@@ -10,8 +10,8 @@ in fp32; C has the dtype of its inputs. Every rung is a kernel for the GPU, comp
                             element read serves 64 products; fp16 and bf16 on tensor cores
     gemm_tiled_grouped      the same tile; loads run four tiles ahead, and programs that     gemm_triton.py
                             run together share rows of A and columns of B in the L2
-    gemm_autotuned          the tile, warps and stages that were fastest when tried, for     gemm_triton.py
-                            each size and layout (the first call with a new one pays)
+    gemm_autotuned          the fastest tile, warps and stages for each size and layout:     gemm_triton.py
+                            the first call of a size times all of them
     gemm_warp_specialized   Hopper: one warp keeps TMA copies in flight, two warpgroups      gemm_gluon.py
                             multiply 128 x 256 of C, stores overlap; fp16 and bf16
 
@@ -33,33 +33,33 @@ DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """C = A @ B by the three loops, one element of C a lane: A (M, K), B (K, N), C (M, N)."""
+    """Compute C = A @ B by the three loops, one element of C a lane: A (M, K), B (K, N), C (M, N)."""
     return _launch("naive", a, b)
 
 
 def gemm_tiled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """C = A @ B in tiles of 64 x 64, one a program, stepping along K: A (M, K), B (K, N), C (M, N)."""
+    """Compute C = A @ B in tiles of 64 x 64, one a program, stepping along K: A (M, K), B (K, N), C (M, N)."""
     return _launch("tiled", a, b)
 
 
 def gemm_tiled_grouped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """C = A @ B in tiles, loads pipelined and programs ordered for the L2: A (M, K), B (K, N), C (M, N)."""
+    """Compute C = A @ B in tiles, with pipelined loads and an order for the L2: A (M, K), B (K, N), C (M, N)."""
     return _launch("tiled_grouped", a, b)
 
 
 def gemm_autotuned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """C = A @ B with the fastest tile found by timing (about a second for a new size): A (M, K), B (K, N), C (M, N)."""
+    """Compute C = A @ B with the fastest tile, timed in about a second for a new size: A (M, K), B (K, N), C (M, N)."""
     return _launch("autotuned", a, b)
 
 
 def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """C = A @ B by the warp-specialized Gluon kernel for Hopper: fp16 or bf16 A (M, K), B (K, N), C (M, N).
+    """Compute C = A @ B by the warp-specialized Gluon kernel for Hopper: fp16 or bf16 A (M, K), B (K, N), C (M, N).
 
-    TMA copies A and B, so their rows (columns, where column-major) must start at multiples of 16 bytes.
+    TMA copies A and B, so their rows must start at multiples of 16 bytes; the columns of a column-major matrix likewise.
     """
     name = "gemm_warp_specialized"
     key = () if observed(a, b) or needs_grad(a, b) else (name, *layout(a, b))
-    # Operands of these shapes, strides and types were checked before, and their launch was kept.
+    # An earlier call has checked operands of these shapes, strides and types, and has kept their launch.
     kept = KEPT.get(key)
     if kept is not None and (a.data_ptr() | b.data_ptr()) % 16 == 0:
         return kept(a, b)
@@ -121,7 +121,7 @@ def check_operands(name: str, a: torch.Tensor, b: torch.Tensor, dtypes=tuple(DTY
 
 
 def check_triton(name: str, tensor: torch.Tensor, given: str) -> None:
-    """Raise an error unless Triton kernels run on the tensor's device: compiled on a GPU, or on a CPU in the simulator."""
+    """Raise an error unless Triton kernels run on the tensor's device: on a GPU, or in the simulator on a CPU."""
     if not (support := triton_support()):
         raise RuntimeError(f"{name} is a Triton kernel. {support.reason} {support.remedy}")
     jit = sys.modules.get("triton.runtime.jit")

@@ -16,27 +16,27 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from utils.kernels.assembling import reassembled
+from utils.kernels.assembling import reassemble
 from utils.kernels.gemm_gluon import gemm_kernel, short_kernel
 from utils.kernels.gemm_plan import BLOCK_K, Plan, ceil_div, choose, clusters_at_once, items_of
 from utils.kernels.gemm_work import OWN, SHARED, add_kernel
 from utils.kernels.handle import Handle, start
 
-# Of the second launch: with 64 registers a thread reads ten parts at once.
+# Options of the second launch: with 64 registers a thread reads ten parts at once.
 ADDING = {"num_warps": 2, "maxnreg": 64, "launch_pdl": True}
 
 
-def padded(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose rows start at multiples of 16 bytes, as TMA writes them; it may write the bytes between them, too."""
+def allocate_output(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    """Return a matrix for TMA to write: rows start at multiples of 16 bytes, and TMA may write the bytes between the rows."""
     rows, columns = shape
     return torch.empty((rows, ceil_div(columns, 8) * 8), dtype=like.dtype, device=like.device)[:, :columns]
 
 
 def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: int = 1) -> Callable[..., torch.Tensor]:
-    """Return a function of A, B and, if it is there, C, a matrix as `padded` makes it, that launches the kernel of a plan.
+    """Return a function of A, B and perhaps C that launches the kernel of a plan. C comes from `allocate_output`.
 
-    The function takes operands of the same shapes, strides and alignment, which the caller has checked; nothing is empty. Without a
-    plan the one with the shortest estimated time is taken. With a plan, tiles that do not fill a round are cut into `split` parts.
+    The caller has checked the operands, and none is empty. The function takes operands of the same shapes, strides and alignment.
+    Without a plan, `choose` estimates the fastest. With a plan, the tiles that do not fill a round are cut into `split` parts.
     """
     shape, k = (a.shape[0], b.shape[1]), a.shape[1]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
@@ -52,9 +52,9 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     if not a.is_cuda:  # the simulator has no clusters, and products as wide as tensors
         plan = compiled_for = replace(plan, cluster=1, block_n=plan.columns)
     items = items_of(m, n, plan, split, sms)
-    # At least one: a kernel with other types of arguments would be compiled once more.
+    # The size is at least one: an empty tensor would have other argument types, and one more kernel would be compiled.
     partial_sums = max(1, plan.cluster * items.rest * items.split * plan.block_m * plan.block_n)
-    # The short kernel has a block for each item; the other a block an SM, or an item where there are fewer.
+    # The short kernel has a block for each item; the persistent kernel has a block for each SM, if there are enough items.
     groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
     kernel, blocks = short_kernel if plan.short else gemm_kernel, groups * plan.cluster
     rows, columns, steps = ceil_div(m, plan.block_m * plan.cluster), ceil_div(n, plan.block_n), ceil_div(k, BLOCK_K)
@@ -69,35 +69,35 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     adding += [int(plan.transposed), shape[0], ceil_div(shape[1], 8)]
     pieces = items.rest * plan.cluster, plan.block_m * plan.block_n // 256
 
-    def described(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
+    def describe(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
         c_rows = [*shape], [c.stride(0), 1]
         given = zip((a, b, c, c), (a_rows, b_rows, c_rows, c_rows), compiled_for.declared, strict=False)
         return tuple(TensorDescriptor(x, *rows, box, box_layout(box)) for x, rows, box in given)
 
     def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
-        c = padded(shape, a) if c is None else c
+        c = allocate_output(shape, a) if c is None else c
         a, b = (b, a) if plan.transposed else (a, b)
-        # Where no tile has parts, the kernel does not touch this address.
+        # If no tile has parts, the kernel does not touch this address.
         sums = c if a.is_cuda and not items.rest else torch.empty(partial_sums, dtype=torch.float32, device=c.device)
         if a.is_cuda:
             start(handles, tuple([x.data_ptr() for x in (sums, a, b, c)]))
             return c.contiguous()
-        kernel[(blocks,)](sums, *described(a, b, c), *sizes, **options)
+        kernel[(blocks,)](sums, *describe(a, b, c), *sizes, **options)
         if items.rest:
             add_kernel[pieces](sums, c._base, *adding, **ADDING)
         return c.contiguous()
 
     if not a.is_cuda:
         return launch
-    c = padded(shape, a)
+    c = allocate_output(shape, a)
     with torch.cuda.device(a.device):
         sums = torch.empty(partial_sums, dtype=torch.float32, device=a.device)
-        tensors = (sums, *described(a, b, c))
-        compiled = adapted(kernel.warmup(*tensors, *sizes, grid=(blocks,), **options), plan)
-        _ = compiled.run  # Triton loads the kernel, once for tiles of all widths
+        tensors = (sums, *describe(a, b, c))
+        compiled = adapt(kernel.warmup(*tensors, *sizes, grid=(blocks,), **options), plan)
+        _ = compiled.run  # Triton loads the kernel once for tiles of all widths
         if not plan.short:
             boxes = zip(compiled.metadata.tensordesc_meta, plan.boxes, strict=True)
-            # A row of shared memory has 64 columns: of more there are several copies.
+            # A row of shared memory has 64 columns, and a wider box takes several copies.
             meta = [{**x, "block_size": [rows, min(64, columns)]} for x, (rows, columns) in boxes]
             compiled = copy.copy(compiled)
             compiled.metadata = compiled.metadata._replace(tensordesc_meta=meta)
@@ -111,7 +111,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
 
 
 def box_layout(shape: list[int]) -> gl.NVMMASharedLayout:
-    """Return the layout in shared memory of a box that TMA copies, swizzled as wgmma reads it; the same for fp16 and bf16."""
+    """Return the shared layout of a TMA box, swizzled for wgmma; it is the same for fp16 and bf16."""
     return gl.NVMMASharedLayout.get_default_for(shape, gl.float16)
 
 
@@ -120,7 +120,7 @@ def rows_in_memory(label: str, x: torch.Tensor) -> tuple[bool, list[int], list[i
     for column_major, y in ((False, x), (True, x.T)):
         (outer, inner), pitch = y.shape, y.stride(0)
         if outer == 1:
-            pitch = ceil_div(inner, 8) * 8  # there is no second row: any pitch will do
+            pitch = ceil_div(inner, 8) * 8  # there is no second row, so any pitch will do
         if (y.stride(1) == 1 or inner == 1) and pitch % 8 == 0 and pitch >= inner and x.data_ptr() % 16 == 0:
             return column_major, [outer, inner], [pitch, 1]
     raise ValueError(
@@ -137,20 +137,20 @@ _ARRIVAL = re.compile(r"(@%\w+ )?mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[(%
 
 
 def multicast(ptx: str, plan: Plan) -> str:
-    """Make the marked copies go to all blocks, and arrivals count in all."""
-    # The first role sets up barriers before it waits for others' registers. Four warps have all they need from the start.
+    """Rewrite the PTX for a cluster: marked copies go to all blocks, and arrivals count in all blocks."""
+    # The first role sets up barriers before it waits for the registers of other warps. Four warps have enough from the start.
     ptx = re.sub(r"setmaxnreg[^;]*;", "", ptx, count=plan.warps // 8)
-    ptx = re.sub(r"setmaxnreg\.inc\S*\s+24;", "", ptx)  # as many as there are
-    # So the assembler need not ask what the launch is, nor place code for one without clusters.
+    ptx = re.sub(r"setmaxnreg\.inc\S*\s+24;", "", ptx)  # the threads have 24 registers already
+    # With a fixed cluster size the assembler writes no code for launches without clusters.
     ptx = ptx.replace("\n.reqntid", f"\n.explicitcluster\n.reqnctapercluster {plan.cluster}, 1, 1\n.reqntid", 1)
-    # Place and barrier of a copy are this block's: those of the others are as far from the beginning of their memory.
+    # A copy names a place and a barrier of this block; in the other blocks they have the same offset.
     blocks = f"{{ .reg .b16 all; mov.b16 all, {(1 << plan.cluster) - 1};"
     ptx = _SHARED.sub(lambda part: _COPY.sub(rf"{blocks}\1cluster\2.multicast::cluster\3, all; }}", part[0]), ptx)
 
     def arrive_in_all(found: re.Match) -> str:
-        # One thread of all warps would arrive. Its warp does so instead, each lane at a block of its own, in one instruction.
-        # The plain form, as within a block: with `.release.cluster` ptxas puts a fence of the whole GPU before each arrival, which
-        # takes over a microsecond. There is nothing to release: threads have stored nothing, and their reads are over.
+        # One thread would arrive. Here its whole warp arrives by one instruction, each lane at the barrier of another block.
+        # The arrival has the plain form, as within a block: with `.release.cluster` ptxas puts a fence of the whole GPU before it,
+        # over a microsecond. There is nothing to release: the threads have stored nothing, and their reads are over.
         condition, barrier = found[1], found[2]
         if condition is None or condition.startswith("@!"):
             raise ValueError(f"An arrival of one thread has a condition that says which: {found[0]}")
@@ -165,7 +165,7 @@ def multicast(ptx: str, plan: Plan) -> str:
     copies = ptx.count(".multicast::cluster")
     if not arrivals or not copies:
         raise ValueError(f"the kernel has {copies} shared copies and {arrivals} arrivals: no cluster.")
-    # The kernel announces the bytes of its widest tile. Those of the launch's follow from the last number, a tile's eighths.
+    # The kernel announces the bytes of its widest tile. The bytes of the launch's tile follow from the last number, its eighths.
     eighths, unit = re.findall(r"\.param \.u32 (\w+)", ptx)[-1], plan.cluster if plan.b_column_major else 8
     count = f"{{ .reg .b32 bytes; ld.param.b32 bytes, [{eighths}]; add.u32 bytes, bytes, {unit - 1}; and.b32 bytes, bytes, {-unit}; "
     count += f"mad.lo.u32 bytes, bytes, 1024, {128 * plan.block_m};"
@@ -178,8 +178,8 @@ _PRODUCT = re.compile(
 
 
 def narrow(ptx: str) -> str:
-    """Make products as wide as the mark before them says, and let B begin where it says; the sums of the other columns stay zero."""
-    width, place = "", ""  # none: a mark holds in its basic block alone
+    """Give products the width and the place of B in the mark before them. The sums of all further columns stay zero."""
+    width, place = "", ""  # empty until the first mark; a mark ends with its basic block
 
     def product(found: re.Match) -> str:
         nonlocal width, place
@@ -202,9 +202,9 @@ _SYNCHRONIZED = re.compile(r"mbarrier\.|wgmma|matrix|cp\.async|\bbar\.|\bbra\b|_
 
 
 def fewer_meetings(ptx: str) -> str:
-    """Leave out where all warps meet while one thread sets up barriers; only lanes meet where one warp announces and starts copies.
+    """Remove barriers of all warps between set-ups of mbarriers; between an announcement and its copies one warp is enough.
 
-    Triton lets all warps of the block meet between any two operations on the same shared memory.
+    Triton puts a barrier of all warps between any two operations on the same shared memory.
     """
     lines, before = ptx.splitlines(), ""
     operations = [(i, line) for i, line in enumerate(lines) if _SYNCHRONIZED.search(line)]
@@ -219,7 +219,7 @@ def fewer_meetings(ptx: str) -> str:
 
 
 def prefetch_descriptors(ptx: str) -> str:
-    """Fetch the TMA descriptors first of all, by the fourth warp: they are arguments, and there before the launch before has ended."""
+    """Let the fourth warp fetch the TMA descriptors first. They are arguments, so they do not depend on the launch before."""
     fetch = (
         "{ .reg .b64 map; .reg .b32 thread; .reg .pred first; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 96; "
     )
@@ -228,15 +228,15 @@ def prefetch_descriptors(ptx: str) -> str:
     return ptx.replace("// %bb.0:", f"// %bb.0:\n{fetch}}}", 1)
 
 
-def adapted(compiled: Any, plan: Plan) -> Any:
-    """Return a copy of a kernel that Triton compiled, with what Triton has no word for; not yet loaded when it is made."""
-    return reassembled(
+def adapt(compiled: Any, plan: Plan) -> Any:
+    """Return a copy of a compiled kernel, not yet loaded, whose PTX has the instructions that Triton cannot express."""
+    return reassemble(
         compiled, lambda x: fewer_meetings(prefetch_descriptors(narrow(x if plan.short else multicast(x, plan))))
     )
 
 
 def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
-    """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
+    """Compile a plan's kernel for sm_90a, on any machine; the result has `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
 
     plan = plan.kernel
@@ -245,4 +245,4 @@ def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     signature |= {"sums": "*fp32"}
     signature |= dict.fromkeys(("rows", "columns", "steps", "items", "whole", "split", "slots", "eighths"), "i32")
     kernel = short_kernel if plan.short else gemm_kernel
-    return adapted(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums"], plan.warps), plan)
+    return adapt(compile_gluon(kernel, signature, {"PLAN": plan}, ["sums"], plan.warps), plan)

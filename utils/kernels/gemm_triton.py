@@ -1,15 +1,15 @@
 """The Triton rungs of the GEMM ladder: the device code. `utils/kernels/gemm.py` lists the rungs and is the way in.
 
-Both kernels compute C = A @ B from pointers, sizes and strides, so a transposed view costs no copy, and accumulate in
-fp32. What changes from one rung to the next:
+Both kernels compute C = A @ B from pointers, sizes and strides, so a transposed view costs no copy. They accumulate in
+fp32. The rungs differ in these things:
 
     rung            a program computes                reads of A and B, in elements      order of programs
     naive           1 x 256 of one row of C           2 M N K: nothing is shared          row by row
     tiled           64 x 64 of C                      M N K (1/BLOCK_M + 1/BLOCK_N)       row of tiles by row of tiles
-    tiled_grouped   the same, loads four tiles ahead  the same, more of them out of L2    8 rows of tiles abreast
+    tiled_grouped   the same, loads four tiles ahead  the same, more hits in the L2       8 rows of tiles abreast
     autotuned       the fastest tile of seven         M N K (1/BLOCK_M + 1/BLOCK_N)       8 rows of tiles abreast
 
-Importing this module imports Triton.
+Figures: docs/kernels/gemm.md. Importing this module imports Triton.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton.language as tl
 def naive_kernel(
     a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, BLOCK_N: tl.constexpr
 ):
-    """The three loops: `for m` is the grid, `for n` the lanes, `for k` the loop. One element of C a lane."""
+    """Compute C by three loops: `for m` is the grid, `for n` the lanes, `for k` the loop. A lane has one element of C."""
     m = tl.program_id(0).to(tl.int64)  # 64-bit: a row's offset can pass 2^31 elements
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
     a_element = a + m * stride_am
@@ -54,10 +54,10 @@ def tiled_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """One tile of C: load a tile of A and of B, multiply (fp16 and bf16 on the tensor cores), step along K.
+    """Compute one tile of C: load a tile of A and a tile of B, multiply (fp16 and bf16 on tensor cores), step along K.
 
-    Programs walk GROUP_M rows of tiles abreast, so that those running together cover a squarer patch of C. GROUP_M 1 is
-    row-major order: neighbours in time share a row of A, not a column of B.
+    Programs walk GROUP_M rows of tiles abreast, so programs that run together cover a squarer patch of C. GROUP_M 1 is
+    row-major order: programs that run together share rows of A, and no columns of B.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -84,7 +84,7 @@ def tiled_kernel(
     tl.store(c_tile, total.to(c.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-# Rows, columns and depth of a tile, loads ahead, warps: for large matrices first, for small ones last.
+# Rows, columns and depth of a tile, loads ahead, warps. The first tiles are for large matrices, the last for small matrices.
 AUTOTUNE_CONFIGS = [
     triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": 8}, num_stages=stages, num_warps=warps)
     for m, n, k, stages, warps in (
@@ -100,7 +100,7 @@ AUTOTUNE_CONFIGS = [
 
 
 def _configs_that_fit(configs, arguments, **_):
-    """fp32 takes twice the shared memory, and without tensor cores the larger tiles unroll into too much code."""
+    """Return the configs that fit: fp32 takes twice the shared memory, and its larger tiles unroll into too much code."""
     return configs if arguments["a"].element_size() == 2 else configs[-3:]
 
 
@@ -112,15 +112,15 @@ autotuned_kernel = triton.autotune(
 )(tiled_kernel)
 
 _TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
-OPTIONS: dict[str, dict] = {  # of the rungs that compute tiles
-    "tiled": _TILE | {"GROUP_M": 1, "num_stages": 1, "num_warps": 4},  # row by row of tiles, each load waited for
+OPTIONS: dict[str, dict] = {  # launch options of the rungs that compute tiles
+    "tiled": _TILE | {"GROUP_M": 1, "num_stages": 1, "num_warps": 4},  # tiles row by row; a program waits for each load
     "tiled_grouped": _TILE | {"GROUP_M": 8, "num_stages": 4, "num_warps": 4},  # eight rows abreast, loads four ahead
-    "autotuned": AUTOTUNE_CONFIGS[0].kwargs,  # in the simulator, which has nothing to time
+    "autotuned": AUTOTUNE_CONFIGS[0].kwargs,  # for the simulator, which times nothing
 }
 
 
 def launch(rung: str, a, b, c) -> None:
-    """C = A @ B by a rung's kernel: "naive", "tiled", "tiled_grouped" or "autotuned"."""
+    """Compute C = A @ B by the kernel of a rung: "naive", "tiled", "tiled_grouped" or "autotuned"."""
     arguments = a, b, c, a.shape[0], b.shape[1], a.shape[1], *a.stride(), *b.stride(), *c.stride()
 
     def tiles(tile: dict) -> tuple[int]:

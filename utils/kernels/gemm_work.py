@@ -1,24 +1,24 @@
-"""What the Gluon GEMM's two kernels share: items of work, the ring of operands, clusters, and sums of a tile in parts.
+"""Share code between the two kernels of the Gluon GEMM: items of work, the ring, clusters, and sums of a tile in parts.
 
-**Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs idle. So
+**Parts.** 800 tiles on 132 SMs are 6.06 rounds and take 7, and a product with few tiles and long sums leaves most SMs idle. So
 the tiles that do not fill a round may be cut along K. An item of work is a tile of C, or one of `split` parts of its steps. A part
-leaves its sums in global memory, and a second launch adds them up in their order: the same bits come out twice, no program waits
-for another, and all SMs add.
+leaves its sums in global memory, and a second launch adds up the parts in order. So the same call gives the same bits again, no
+program waits for another program, and all SMs add.
 
 **Clusters.** Blocks whose tiles lie below each other read the same columns of B. As a thread block cluster they start together,
-and TMA can bring what it reads once to the shared memory of all ("multicast"). So of two blocks each fetches half of the shared
-tile, and the L2 sends it once:
+and one TMA copy can write to the shared memory of all of them ("multicast"). So each of two blocks fetches half of the shared tile,
+and the L2 sends the tile once:
 
     block 0    A0, first half of B  -> A0 here, B to both           one step: 128 rows of A and 256 columns of B are
     block 1    A1, second half of B -> A1 here, B to both           32 KB from the L2 for a block in place of 48 KB
 
     barrier of a slot    who completes it
-    full                 the bytes: those that this block has asked for, and those that the others send
-    empty                the consumers of all blocks: a piece that is sent too early would overwrite what another block still
-                         reads. So consumers count on the barriers of all blocks.
+    full                 the bytes from this block's copies and from the other blocks' copies
+    empty                the consumers of all blocks arrive at the barriers of all blocks: a copy that came too early would
+                         overwrite a slot that another block still reads
 
-Triton 3.6 has no word for this: it compiles one block, whose shared copies stand between two marks, and `gemm_launch.multicast`
-writes the rest into the PTX.
+Triton 3.6 has no multicast. It compiles one block, whose shared copies stand between two marks, and `gemm_launch.multicast` writes
+the rest into the PTX.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -43,20 +43,20 @@ JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquir
 
 @gluon.jit
 def join_cluster(PLAN: gl.constexpr, STEPS: gl.constexpr = JOIN):
-    """Wait until all blocks have set up their barriers: a copy or an arrival could come before they are there."""
+    """Wait until all blocks have set up their barriers: without it a copy or an arrival could reach an unset barrier."""
     if PLAN.cluster > 1:
         instruct(STEPS)
 
 
 @gluon.jit
 def quotient(x, y):
-    """Return x // y for x below 2**21, where no rounding reaches the next integer: the first copy waits for it."""
+    """Return x // y for x below 2**21, where rounding is harmless. It is fast, and the first copy waits for it."""
     return ((x + 0.5) / (y + 0.0)).to(gl.int32)
 
 
 @gluon.jit
 def place(tile, rows, columns, GROUP):
-    """Row and column of a tile. Tiles are numbered down GROUP rows, then along."""
+    """Return the row and column of a tile. Tiles are numbered down GROUP rows, then along the columns."""
     above = 0
     if rows > GROUP:
         above = quotient(tile, GROUP * columns) * GROUP
@@ -68,15 +68,15 @@ def place(tile, rows, columns, GROUP):
 
 @aggregate
 class Work:
-    """How the product is cut. `Items` of `gemm_plan.py` says the same on the host."""
+    """The cut of a product into items of work, as `Items` of `gemm_plan.py` has it on the host."""
 
-    rows: gl.tensor  # of tiles, where those that a cluster computes together are one
-    columns: gl.tensor  # of tiles
-    steps: gl.tensor  # of a tile along K
-    items: gl.tensor  # whole tiles first, then the parts of the others; tiles that a cluster computes together are one
-    whole: gl.tensor  # tiles that are computed whole; each of the others in `split` parts
+    rows: gl.tensor  # rows of tiles; the tiles of a cluster count as one tile
+    columns: gl.tensor  # columns of tiles
+    steps: gl.tensor  # steps of a tile along K
+    items: gl.tensor  # whole tiles first, then parts of tiles; the tiles of a cluster count as one tile
+    whole: gl.tensor  # number of whole tiles; all further tiles are cut into `split` parts
     split: gl.tensor
-    slots: gl.tensor  # of the ring
+    slots: gl.tensor  # slots of the ring
     width: gl.tensor  # columns of a tile
     PLAN: gl.constexpr
 
@@ -94,7 +94,7 @@ class Work:
 
     @gluon.jit
     def locate(self, item):
-        """An item's first step along K and the one behind its last, and the first row and column of this block's tile."""
+        """Return an item's steps along K [first, last), and the first row and column of this block's tile."""
         tile, first, last = item, 0, self.steps
         if item >= self.whole:
             part = item - self.whole
@@ -108,15 +108,15 @@ class Work:
 
     @gluon.jit
     def tile_and_part(self, item):
-        """Number of this block's tile among those in parts, and of its part: a cluster's item is a part of each block's tile."""
+        """Return the number of this block's tile among the tiles in parts, and the number of the part in the tile."""
         part = item - self.whole
         return part // self.split * self.PLAN.cluster + gl.program_id(0) % self.PLAN.cluster, part % self.split
 
 
-# The ring is (A, B, full, empty): slots of both operands with their barriers. In a cluster both lie in one memory, B behind A: narrow tiles
-# have smaller slots, and more of them. A turn says which slot a step uses, across tiles, and which phase it waits for: turns are counted up
-# to twice the slots. What is column-major lies in memory as it is, and is turned when it is read. PLAN is what the kernel is compiled for,
-# TILE the plan of a tile as wide as the launch says.
+# The ring is (A, B, full, empty): slots of both operands with their barriers. In a cluster A and B lie in one memory, B behind A, so that
+# narrow tiles have smaller slots and more of them. A turn counts the steps of all tiles, up to twice the slots; slot and phase of a step
+# follow from it. A column-major operand keeps its order in shared memory, and wgmma reads it transposed. The kernel is compiled for PLAN;
+# TILE is the plan of a tile with the launch's width.
 
 
 @gluon.jit
@@ -127,16 +127,16 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
     KILOBYTES: gl.constexpr = PLAN.ring_kilobytes
     SLOTS: gl.constexpr = PLAN.slots if PLAN.cluster == 1 else gemm_plan.SLOTS
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = full  # in the short kernel nothing is handed over
+    empty = full  # the short kernel has one role and needs no second barrier
     if not PLAN.short:
         empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
+        mbarrier.init(full.index(i), count=1)  # the arrival of the producer's `expect`; bytes are counted by themselves
         if not PLAN.short:
-            # This block's consumer reads a slot, and those of the other blocks that this one fetches for.
+            # The consumers of all blocks of the cluster read what this block has fetched.
             mbarrier.init(empty.index(i), count=PLAN.cluster)
     if PLAN.cluster > 1:
-        # Without that the other blocks may not see the barriers when this one joins.
+        # Without the fence the other blocks may not see the barriers when this block joins.
         instruct("fence.mbarrier_init.release.cluster; mov.u32 $0, 0;")
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(A_TILE, DTYPE)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(B_TILE, DTYPE)
@@ -151,14 +151,14 @@ def allocate_ring(DTYPE: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def take(work, i):
-    """The slot of turn i, its phase, and the turn behind it."""
+    """Return the slot of turn i, its phase, and the next turn."""
     again = i >= work.slots
     return gl.where(again, i - work.slots, i), again.to(gl.int32), gl.where(i + 1 == 2 * work.slots, 0, i + 1)
 
 
 @gluon.jit
 def b_of(work, slot):
-    """In a cluster: the first kilobyte of B in a slot, and how many of them each block fetches. `Plan.brought` says the same."""
+    """Return where B of a slot begins in a cluster, in kilobytes, and how many each block fetches, as in `Plan.brought`."""
     PLAN: gl.constexpr = work.PLAN
     UNIT: gl.constexpr = PLAN.cluster if PLAN.b_column_major else 8
     share = gl.cdiv(work.width, 8 * UNIT) * (UNIT // PLAN.cluster)
@@ -167,22 +167,22 @@ def b_of(work, slot):
 
 @gluon.jit
 def know(number):
-    """Have a number computed before what follows: the compiler would put it off until behind a wait."""
+    """Make the compiler compute a number here: it would put off the work until after a wait."""
     gl.inline_asm_elementwise(KNOW, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def fill(work, ring, slot, source, step, pred=True):
-    """Fetch A and B of a tile's step along K to a slot, which is empty; in a cluster this block fetches its share of B.
+    """Fetch A and B of a tile's step along K into an empty slot; in a cluster this block fetches its share of B.
 
-    TMA fills what lies outside of A and B with zeros, which count as bytes too.
+    TMA writes zeros for elements outside of A and B. They count as bytes, too.
     """
     a_desc, b_desc, row, column = source
     PLAN: gl.constexpr = work.PLAN
     k = step * BLOCK_K
     full = ring[2].index(slot)
-    # The bytes are announced first: copies that arrive unannounced could complete the phase too early. A piece that
-    # another block sends may be here before: that is no harm, since the phase is not complete before this arrival.
+    # Announce the bytes first: a copy that came before could complete the phase too early. A copy from another block may
+    # come before, and does no harm: the phase cannot end before this arrival.
     mbarrier.expect(full, 2 * (PLAN.block_m + PLAN.brought) * BLOCK_K, pred=pred)
     at = [k, row] if PLAN.a_column_major else [row, k]
     tma.async_load(a_desc, at, full, ring[0].index(slot), pred=pred)
@@ -190,14 +190,14 @@ def fill(work, ring, slot, source, step, pred=True):
         at = [column, k] if PLAN.b_column_major else [k, column]
         tma.async_load(b_desc, at, full, ring[1].index(slot), pred=pred)
     else:
-        # The kernel is compiled for copies of eight rows. A launch asks for the share of this block, or of 64 columns of it for as
-        # many rows as divide it: `Plan.brought` and `Plan.b_box` say the same in eights.
+        # The kernel is compiled for copies of eight rows. The launch's descriptor copies this block's whole share, or 64 columns
+        # and as many rows as divide the share. `Plan.brought` and `Plan.b_box` have these sizes on the host.
         begin, share = b_of(work, slot)
         box = share if PLAN.b_column_major else min(share & -share, 8)
         COPIES: gl.constexpr = 1 if PLAN.b_column_major else 3
         own = gl.program_id(0) % PLAN.cluster * share + instruct(MARK_SHARED)
         for j in gl.static_range(COPIES):
-            # Where rows of B are longer than 128 bytes, they lie in shared memory as blocks of 64 columns, one behind the other.
+            # Rows of B that are longer than 128 bytes lie in shared memory as blocks of 64 columns, one block after another.
             unit = own + j * box
             y = unit * 8
             at = [column + y, k] if PLAN.b_column_major else [k + y % BLOCK_K, column + y // BLOCK_K * BLOCK_K]
@@ -207,9 +207,9 @@ def fill(work, ring, slot, source, step, pred=True):
 
 @gluon.jit
 def operands(work, ring, slot, WIDTH: gl.constexpr):
-    """A and B in a slot, as a product reads them, behind a mark that says in the PTX how wide it is, and how far behind B its columns begin.
+    """Return A and B of a slot for a product, and write a mark into the PTX: the width of the product, and where B begins.
 
-    In a cluster B is the ring's first tile: Triton has no word for one that begins at any kilobyte.
+    In a cluster B is the ring's first tile, and the mark moves it: Triton has no tile that begins at any kilobyte.
     """
     B_TILE: gl.constexpr = work.PLAN.b_tile
     MARK: gl.constexpr = f"mov.u32 $0, 0; // width {WIDTH} at $1"
@@ -217,7 +217,7 @@ def operands(work, ring, slot, WIDTH: gl.constexpr):
     if work.PLAN.cluster > 1:
         b = ring[1].reinterpret(ring[1].dtype, B_TILE, ring[1].type.layout)
         begin, _ = b_of(work, slot)
-    # In 16 bytes, as a product's descriptor counts.
+    # The descriptor of a product counts in units of 16 bytes.
     gl.inline_asm_elementwise(MARK, "=r,r", [begin * 64], dtype=gl.int32, is_pure=False, pack=1)
     if work.PLAN.a_column_major:
         a = a.permute((1, 0))
@@ -228,7 +228,7 @@ def operands(work, ring, slot, WIDTH: gl.constexpr):
 
 @gluon.jit
 def leave_part(work, sums, acc, item):
-    """Leave a part's sums in global memory: eight columns by eight, each in the order in which threads hold the sums of wgmma."""
+    """Leave a part's sums in global memory, eight columns after eight columns, in the order of the registers of wgmma."""
     ROWS: gl.constexpr = work.PLAN.block_m
     EIGHTS: gl.constexpr = work.PLAN.columns // 8
     x = acc.reshape([ROWS // 16, 2, 8, EIGHTS, 4, 2]).permute(3, 0, 2, 4, 1, 5).reshape([EIGHTS, ROWS * 8])
@@ -243,9 +243,9 @@ def leave_part(work, sums, acc, item):
     do_not_specialize=["rows", "columns", "whole", "split", "cluster", "block_m", "eighths", "transposed", "m", "n"]
 )
 def add_kernel(sums, c, rows, columns, whole, split, cluster, block_m, eighths, transposed, m, n):
-    """Add up the parts of tiles in their order, and store them in C: each program 256 numbers of one tile.
+    """Add up the parts of tiles in order, and store the sums in C: a program has 256 numbers of one tile.
 
-    C has m rows, and in memory n eights of columns; of the tile's columns there are `eighths`.
+    C has m rows of 8 n columns in memory, a tile has 8 * `eighths` columns.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [2, 1], [1, 0])
     tile = gl.program_id(0)
@@ -260,7 +260,7 @@ def add_kernel(sums, c, rows, columns, whole, split, cluster, block_m, eighths, 
     wait_for_launch_before()
     let_next_launch_begin()
     for part in gl.static_range(MOST_PARTS):
-        # The L1 may hold what was there before.
+        # Read past the L1, which may hold older data.
         total += gl.load(places + part * (block_m * eighths * 8), mask=part < split, other=0.0, cache_modifier=".cg")
     y, x = gl.where(transposed != 0, x, y), gl.where(transposed != 0, y, x)
     gl.store(c + y.to(gl.int64) * (n * 8) + x, total.to(c.dtype.element_ty), mask=(y < m) & (x < n * 8))
@@ -268,7 +268,7 @@ def add_kernel(sums, c, rows, columns, whole, split, cluster, block_m, eighths, 
 
 @gluon.jit
 def column_pieces(tile, PIECES: gl.constexpr):
-    """A tile cut into PIECES column blocks, in registers: each half lies in registers of its own, nothing moves."""
+    """Cut a tile in registers into PIECES blocks of columns. Each block has registers of its own, so nothing moves."""
     pieces = (tile,)
     for _ in gl.static_range(PIECES.bit_length() - 1):
         halves = ()
@@ -281,18 +281,18 @@ def column_pieces(tile, PIECES: gl.constexpr):
 
 @gluon.jit
 def store_piece(work, out, piece, i, row, column):
-    """Store column block i of a tile through a buffer by TMA, which drops what lies outside of C."""
+    """Store column block i of a tile through a buffer. TMA drops the elements outside of C."""
     c_desc, c_tail, buffers = out
     BUFFERS: gl.constexpr = work.PLAN.buffers
     buffer = buffers.index(i % BUFFERS)
-    tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
+    tma.store_wait(BUFFERS - 1)  # without it this piece would overwrite a piece that TMA still reads
     column += i * work.PLAN.piece[1]
     if work.PLAN.transposed:
         buffer.permute((1, 0)).store(piece)
         row, column = column, row
     else:
         buffer.store(piece)
-    fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
+    fence_async_shared()  # threads have written and the TMA unit reads: without the fence it may read older data
     if work.PLAN.short or (i + 1) * work.PLAN.piece[1] <= work.width:
         tma.async_store(c_desc, [row, column], buffer)
     else:
@@ -305,8 +305,8 @@ def store_item(work, out, sums, acc, item, row, column):
     PIECES: gl.constexpr = work.PLAN.pieces
     dtype: gl.constexpr = out[0].dtype
     if not work.PLAN.short:
-        tma.store_wait(0)  # an odd number of pieces ends with the buffer that the next tile begins with
-    if item >= work.whole:  # in this order: whole tiles of short products would take 4% longer
+        tma.store_wait(0)  # without it, after an odd number of pieces, TMA may still read the first buffer
+    if item >= work.whole:  # the order of the branches matters: the other order costs short products 4%
         leave_part(work, sums, acc, item)
     else:
         pieces = column_pieces(acc.to(dtype), PIECES)

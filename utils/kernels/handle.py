@@ -1,10 +1,10 @@
 """Launch a compiled Triton kernel again, without the work that Triton's `kernel[grid](...)` repeats at each call.
 
-`kernel[grid](...)` binds the arguments to parameters, looks at each for what the kernel is specialized on, looks the
-kernel up by a long string, and encodes each TMA descriptor. None of that changes from call to call as long as shapes,
-strides and alignment stay the same. A `Handle` packs the parameters once, as the kernel's PTX declares them, and keeps
-them by the addresses of the tensors. A training's steps get the same addresses again from torch's allocator; then a
-launch is one call of the CUDA driver. `KEPT` holds what was decided and launched before, by the `layout` of the tensors.
+`kernel[grid](...)` binds the arguments to parameters, specializes the kernel on each of them, looks the kernel up by a
+long string, and encodes each TMA descriptor. The result is the same as long as shapes, strides and alignment are the
+same. A `Handle` packs the parameters once, as the kernel's PTX declares them, and keeps them by the addresses of the
+tensors. Torch's allocator gives the steps of a training the same addresses again; then a launch is one call of the CUDA
+driver. `KEPT` maps the `layout` of tensors to the decisions and launches of earlier calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from utils.newest import Newest
 _PLAIN, _requires_grad = {torch.Tensor, torch.nn.Parameter}, operator.attrgetter("requires_grad")
 _empty_strided = torch._C._dynamo.guards._empty_strided_cuda
 KEPT: Newest[tuple, Any] = Newest(4096)
-_BOUND: Newest[tuple, list] = Newest(4096)  # packed launches, by handles, stream and addresses
+_BOUND: Newest[tuple, list] = Newest(4096)  # {(handles, stream, addresses): packed launches}
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has not used CUDA before
 _CLUSTER, _CLUSTER_POLICY, _EARLY = 4, 5, 6  # CUlaunchAttributeID
 _TMA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
@@ -48,17 +48,17 @@ def _check(result: int) -> None:
 
 
 def layout(*tensors: torch.Tensor) -> tuple:
-    """Return all that a launch depends on but the addresses: shapes, strides, types and devices."""
+    """Return shapes, strides, types and devices: a launch depends on them and on the addresses."""
     return tuple([(x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
 def form(*tensors: torch.Tensor) -> list[tuple]:
-    """Return what `empty` makes such tensors of."""
+    """Return the forms (shape, strides, dtype) from which `empty` makes such tensors."""
     return [(tuple(x.shape), x.stride(), x.dtype) for x in tensors]
 
 
 def empty(forms: Sequence[tuple], index: int) -> list[torch.Tensor]:
-    """Make tensors on a GPU as the code that inductor writes does: without torch's dispatcher, in a third of the time."""
+    """Make tensors on a GPU without torch's dispatcher, in a third of its time, as inductor's code does."""
     if torch._C._cuda_getDevice() != index:
         with torch.cuda.device(index):
             return empty(forms, index)
@@ -66,30 +66,30 @@ def empty(forms: Sequence[tuple], index: int) -> list[torch.Tensor]:
 
 
 def parameters(ptx: str) -> list[tuple[str, int]]:
-    """Return kind and bytes of each parameter that a kernel declares."""
+    """Return the kind and the bytes of each parameter of a kernel."""
     head = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))]
     return [(kind, int(bits) // 8 * int(number or 1)) for kind, bits, number in _PARAMETER.findall(head)]
 
 
 def _describe(place: int, described: Any, metadata: dict) -> None:
-    """Write the TMA descriptor of a tensor into memory, as Triton does: from Triton's descriptor, and what it compiled for it."""
+    """Write the TMA descriptor of a tensor into memory, from Triton's descriptor and the metadata of the compiled kernel."""
     rank, size = len(described.shape), described.base.element_size()
     numbers = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
     dims, steps = numbers[0](*described.shape[::-1]), numbers[1](*[1] * rank)
     strides, box = numbers[0](*[size * n for n in described.strides[-2::-1]]), numbers[1](*metadata["block_size"][::-1])
     before = place, _TMA_TYPES[described.base.dtype], rank, described.base.data_ptr()
-    # No interleaving; 128 bytes into the L2; zeros where the tensor ends.
+    # The zeros and the 2: no interleaving, 128 bytes into the L2, zeros behind the end of the tensor.
     _check(_driver().cuTensorMapEncodeTiled(*before, dims, strides, box, steps, 0, metadata["swizzle"], 2, 0))
 
 
 def _memory(size: int) -> tuple[Any, int]:
-    """Return memory and where it begins at a multiple of 128 bytes, as a descriptor has to."""
+    """Return memory, and the address in it that is a multiple of 128 bytes, for descriptors."""
     memory = ctypes.create_string_buffer(size + 128)
     return memory, -(-ctypes.addressof(memory) // 128) * 128
 
 
 class Handle:
-    """A compiled kernel, its grid, and all of its arguments but the tensors, which come first."""
+    """A compiled kernel with its grid and its arguments. The tensors come first, and each launch has its own."""
 
     def __init__(
         self,
@@ -104,20 +104,20 @@ class Handle:
         """Keep a launch.
 
         Args:
-            compiled: what `kernel[grid](...)` returned.
+            compiled: the kernel, as `kernel[grid](...)` returns it.
             grid: the blocks of the launch in up to three directions.
-            leading: the first arguments of that launch: TMA descriptors, and tensors that are passed as pointers.
-            rest: the other arguments in the kernel's order, constants too. Tensors among them are kept alive.
+            leading: the first arguments of the launch: TMA descriptors, and tensors for pointers.
+            rest: the other arguments in the kernel's order, constants too. The handle keeps their tensors alive.
             index: the CUDA device.
-            cluster: blocks of a cluster; with more than one the grid counts clusters in its first direction.
-            places: where the leading tensors begin: number among the addresses of a launch, bytes behind that address;
-                by default each has an address of its own.
+            cluster: blocks of a cluster; above 1, the grid counts clusters in its first direction.
+            places: where each leading tensor begins: (number of a launch's address, bytes behind that address);
+                by default tensor i begins at address i.
         """
         places = places or [(i, 0) for i in range(len(leading))]
-        self.index, self.kept = index, [compiled, *(x for x in rest if isinstance(x, torch.Tensor))]
+        self.index, self.references = index, [compiled, *(x for x in rest if isinstance(x, torch.Tensor))]
         metadata, declared = compiled.metadata, parameters(compiled.asm["ptx"])
         (x, y, z), boxes = (*grid, 1, 1)[:3], iter(getattr(metadata, "tensordesc_meta", None) or ())
-        values: list = []  # of the parameters: a number, or where a tensor begins
+        values: list = []  # for each parameter a number, or the place of a tensor
         for i, (kind, value) in enumerate(zip(compiled.src.signature.values(), (*leading, *rest), strict=True)):
             if kind.startswith("tensordesc"):
                 values += [(places[i], value, next(boxes)), *value.shape, *value.strides]
@@ -131,11 +131,11 @@ class Handle:
             )
         self.begins: list[int] = []
         self.size = 0
-        for _, size in declared:  # a descriptor has to begin at a multiple of 64 bytes
+        for _, size in declared:  # a descriptor must begin at a multiple of 64 bytes
             self.begins.append(-(-self.size // 64) * 64 if size > 8 else self.size)
             self.size = self.begins[-1] + max(size, 8)
-        self.memory, self.start = _memory(self.size)  # the parameters, but for the addresses
-        # Where a tensor's parameter begins, its number among the addresses, bytes behind, and whether it is a descriptor.
+        self.memory, self.start = _memory(self.size)  # the parameters without the addresses
+        # For each tensor: place of its parameter, number of its address, bytes behind it, whether it is a descriptor.
         self.tensors: list[tuple[int, int, int, bool]] = []
         for begin, (kind, size), value in zip(self.begins, declared, values, strict=False):
             if isinstance(value, tuple):
@@ -152,15 +152,15 @@ class Handle:
         attributes = [(_EARLY, 1, 0, 0)] if metadata.launch_pdl else []
         if cluster > 1:
             attributes += [(_CLUSTER, cluster, 1, 1), (_CLUSTER_POLICY, 1, 0, 0)]  # policy 1: spread over the SMs
-        if cluster == 16:  # more than every GPU has to be able to do
+        if cluster == 16:  # a cluster above 8 blocks must be allowed: not every GPU can have one
             _check(_driver().cuFuncSetAttribute(self.function, 14, 1))
-        # CUlaunchAttribute, one behind the other
-        self.held = ctypes.create_string_buffer(b"".join(struct.pack("I4x3I52x", *x) for x in attributes))
-        self.attributes = ctypes.addressof(self.held), len(attributes)
+        # an array of CUlaunchAttribute
+        self.attribute_memory = ctypes.create_string_buffer(b"".join(struct.pack("I4x3I52x", *x) for x in attributes))
+        self.attributes = ctypes.addressof(self.attribute_memory), len(attributes)
         self.blocks = x * cluster, y, z, 32 * metadata.num_warps, 1, 1, metadata.shared
 
     def bind(self, stream: int, addresses: Sequence[int]) -> tuple:
-        """Return the driver's arguments for a launch on tensors that begin at these addresses, and what keeps them alive."""
+        """Return the driver's arguments for a launch on tensors at these addresses, and the memory that must stay alive."""
         (memory, start), replace = _memory(self.size + 8 * len(self.begins) + 64), _driver().cuTensorMapReplaceAddress
         ctypes.memmove(start, self.start, self.size)
         for begin, i, behind, described in self.tensors:
@@ -168,7 +168,7 @@ class Handle:
                 _check(replace(start + begin, addresses[i] + behind))
             else:
                 ctypes.c_uint64.from_address(start + begin).value = addresses[i] + behind
-        # Where each parameter is, and CUlaunchConfig.
+        # The pointers to all parameters, and then CUlaunchConfig.
         pointers = start + self.size
         config = pointers + 8 * len(self.begins)
         places = [start + begin for begin in self.begins]
@@ -177,14 +177,14 @@ class Handle:
         return (ctypes.c_void_p(config), self.function, ctypes.c_void_p(pointers), None), memory
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        """Launch on these tensors, of the same shapes, strides and alignment as those of the launch that was kept."""
+        """Launch on tensors with the shapes, strides and alignment of the leading tensors."""
         start((self,), tuple([x.data_ptr() for x in tensors]))
 
 
 def start(handles: tuple[Handle, ...], addresses: tuple[int, ...]) -> None:
-    """Launch kernels of one device, one behind the other, on tensors that begin at these addresses."""
+    """Launch kernels of one device, one after another, on tensors that begin at these addresses."""
     index = handles[0].index
-    # A launch takes place on the current device, and almost always that is the tensors' own.
+    # A launch takes place on the current device, which almost always is the device of the tensors.
     if torch._C._cuda_getDevice() != index:
         with torch.cuda.device(index):
             return start(handles, addresses)
@@ -200,10 +200,10 @@ def start(handles: tuple[Handle, ...], addresses: tuple[int, ...]) -> None:
 
 
 def observed(*tensors: torch.Tensor) -> bool:
-    """Whether more than autograd and the GPU have to see a call as an operator, so that a bare launch would go unnoticed.
+    """Whether torch must see a call as an operator, because somebody besides autograd and the GPU would miss a bare launch.
 
-    torch.compile, a function transform (vmap, grad), a dispatch mode (FlopCounterMode, fake tensors), or a subclass of
-    Tensor other than Parameter.
+    That is so under torch.compile, a function transform (vmap, grad) or a dispatch mode (FlopCounterMode, fake tensors),
+    and for a subclass of Tensor other than Parameter.
     """
     if is_compiling() or _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
         return True
@@ -211,5 +211,5 @@ def observed(*tensors: torch.Tensor) -> bool:
 
 
 def needs_grad(*tensors: torch.Tensor) -> bool:
-    """Whether autograd has to see a call."""
+    """Whether autograd must see a call."""
     return torch.is_grad_enabled() and any(map(_requires_grad, tensors))

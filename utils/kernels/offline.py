@@ -1,6 +1,6 @@
 """Compile Gluon kernels for Hopper and Blackwell without a GPU, and read the PTX, the SASS, the registers and the spills.
 
-Triton carries its own ptxas and disassembler. Do not use this module in a process that interprets Triton kernels
+Triton has its own ptxas and disassembler. Do not use this module in a process that interprets Triton kernels
 (TRITON_INTERPRET). A wrong kernel can end the whole process. The assembly shows the instructions; only a run shows
 whether results are right.
 """
@@ -23,9 +23,9 @@ TARGETS = (HOPPER, BLACKWELL, BLACKWELL_ULTRA)
 
 @dataclass(frozen=True)
 class Assembly:
-    """One kernel compiled.
+    """The assembly and the figures of one kernel.
 
-    registers: at launch, before setmaxnreg moves them between warpgroups. columns: of Blackwell's tensor memory.
+    registers: at launch, before setmaxnreg moves them between warpgroups. columns: those of Blackwell's tensor memory.
     """
 
     name: str
@@ -59,10 +59,10 @@ def compile_gluon(
         kernel: A @gluon.jit function.
         signature: {parameter: Triton's type}, without the constants.
         constants: {parameter: value} of the gl.constexpr parameters.
-        aligned: Parameters that are multiples of 16, which a launch finds out for itself.
+        aligned: Parameters with values that are multiples of 16. (A launch finds them by itself.)
         num_warps: Warps of the default partition.
         capability: One of TARGETS.
-        **options: Triton's other options of a launch, such as `maxnreg`, or `instrumentation_mode="consan"` for its sanitizer.
+        **options: Triton's other launch options, such as `maxnreg`, or `instrumentation_mode="consan"` for its sanitizer.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -79,7 +79,7 @@ def compile_gluon(
 
 
 def disassemble(cubin: bytes, *options: str) -> str:
-    """Return the SASS of machine code; with the option -g, comments name the lines of source that it comes from."""
+    """Return the SASS of machine code; with the option -g, comments name the lines of the source."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -90,7 +90,7 @@ def disassemble(cubin: bytes, *options: str) -> str:
 
 
 def read_assembly(compiled, name: str) -> Assembly:
-    """Read a compiled kernel's assembly; ptxas runs once more, for its own report of registers and spills."""
+    """Read the assembly of a compiled kernel; ptxas runs once more and reports registers and spills."""
     target = re.search(r"\.target (\w+)", compiled.asm["ptx"])
     assert target, "PTX names its target"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:

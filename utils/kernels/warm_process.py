@@ -1,11 +1,11 @@
 """A process that has imported slow libraries once, and forks a fresh child for each job.
 
 Importing torch and Triton takes two to seven seconds; compiling a small kernel takes a fraction of a second. So the first
-job of a program starts a server process that imports both, and forks a child for each job. What a job does to its process
-ends with the job. The server ends when its program ends, or after five minutes without a job; the next job then starts
-another server.
+job of a program starts a server process that imports both, and forks a child for each job. The child ends with its job, so
+a job cannot harm the next job. The server ends when its program ends, or after five minutes without a job; then the next
+job starts a new server.
 
-A process that has one thread forks the child itself, which is safe then: the grader's processes do.
+A process with one thread, such as the grader's, can be forked safely, and forks the child itself.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import torch
 from utils.files import ROOT
 
 IDLE_SECONDS = 300
-JOB, ANSWER, WORDS = "job.pt", "answer.pt", "words.txt"  # files of a job's folder
+JOB, ANSWER, WORDS = "job.pt", "answer.pt", "words.txt"  # files in the folder of a job
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job's process ended: its exit status (minus the signal's number), what it printed, and its answer if it has one."""
+    """The end of a job's process: its exit status (minus the number of a signal), its output, and its answer or None."""
 
     status: int
     words: str
@@ -41,10 +41,10 @@ class Ended:
 
 
 class WarmProcess:
-    """Runs jobs in forks of a server, `python -m MODULE`, which is started with the first job.
+    """Runs jobs in forks of a server, `python -m MODULE`. The first job starts the server.
 
     Args:
-        module: Name of the module that keeps this object, and calls its `serve` when it is run as a program.
+        module: Name of the module that keeps this object. Run as a program, it calls `serve`.
         prepare: Imports the slow libraries.
         work: Returns the answer to one job. Both are dictionaries, lists, plain values and tensors.
     """
@@ -56,7 +56,7 @@ class WarmProcess:
         self._one_at_a_time = threading.Lock()
 
     def run(self, job: Any, timeout: float) -> Ended:
-        """Run one job, in a folder of its own that is then deleted; timeout: seconds, without the start of a server.
+        """Run one job in a temporary folder. timeout: seconds, without the start of a server.
 
         Raises:
             TimeoutError: The job did not end in time; its process has been killed.
@@ -76,9 +76,9 @@ class WarmProcess:
             return Ended(status, words.read_text("utf-8", errors="replace") if words.exists() else "", answer)
 
     def serve(self) -> None:
-        """Be the server: run each job that comes as a line of standard input, and print its exit status."""
+        """Serve: run each job that comes as a line of standard input, and print its exit status."""
         answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what the libraries print is no answer
+        os.dup2(2, 1)  # output of the libraries must not look like an answer
         self.prepare()
         signal.alarm(IDLE_SECONDS)
         for job in sys.stdin:  # until the program has ended
@@ -90,7 +90,7 @@ class WarmProcess:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         with self._one_at_a_time:
-            # A server may have been idle for too long; and a fork of this process must not write into its parent's pipe.
+            # The server may have ended because it was idle; and a fork of this process must not write into its parent's pipe.
             if self.server is None or self.owner != os.getpid() or self.server.poll() is not None:
                 self.owner, self._complaints = os.getpid(), tempfile.TemporaryFile()  # noqa: SIM115 (the server's)
                 self.server = subprocess.Popen(
@@ -113,13 +113,13 @@ class WarmProcess:
                 self._complaints.seek(0)
                 Path(folder, WORDS).write_bytes(self._complaints.read())
                 return 1
-            except BaseException:  # too late, or an interrupt of the caller: what the job has started ends, too
+            except BaseException:  # a timeout or an interrupt of the caller: end the job and its children
                 os.killpg(self.server.pid, signal.SIGKILL)
                 self.server.wait()
                 raise
 
     def _run_fork(self, folder: str, timeout: float, environment: dict[str, str]) -> int:
-        """Do one job in a fork of this process and return its exit status; that of SIGALRM if it took too long."""
+        """Do one job in a fork of this process and return its exit status; -SIGALRM if it took too long."""
         pid = os.fork()
         if pid:
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -131,8 +131,8 @@ class WarmProcess:
             os.dup2(os.open(os.devnull, os.O_RDWR), 0)
             os.dup2(os.open(WORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
             os.dup2(1, 2)
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a descriptor of the parent's is no business of a kernel's
-            # The parent's streams may be a notebook's or a test's.
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a kernel must not reach the open files of the parent
+            # The parent may be a notebook or a test, with streams that are no files.
             sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
             os.environ.clear()
             os.environ.update(environment)
@@ -147,7 +147,7 @@ class WarmProcess:
 
 
 def has_one_thread() -> bool:
-    """Whether this process can be forked safely: a fork has one thread, and a lock of another's would stay locked."""
+    """Whether this process can be forked safely: a fork has one thread, and locks of other threads would stay locked."""
     try:
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:

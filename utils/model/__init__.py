@@ -1,6 +1,6 @@
 """One Gemma-3 decoder layer, its KV cache, and the FLOPs and bytes of its operations."""
 
-# ruff: noqa: F401 (what is imported here is what the package offers)
+# ruff: noqa: F401 (these imports are the names of the package)
 from utils.model.kv_cache import initialize_kv_cache
 from utils.model.layer import (
     build_decoder_layer,

@@ -1,7 +1,7 @@
-"""The work of an operation, and the query-key pairs of attention that a mask lets through.
+"""The work of an operation, and the number of query-key pairs under a mask.
 
-FLOPs are those of matrix products: one multiply-accumulate (MAC) is 2 FLOPs. Bytes are the least that an operation moves when
-it runs alone: each operand is read once, each result is written once.
+FLOPs count matrix products only: one multiply-accumulate (MAC) is 2 FLOPs. Bytes are the least traffic of an operation that
+runs alone: it reads each operand once and writes each result once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A static KV cache: the slot of each token, the slots that a token may see, and the calls that are refused.
+"""A static KV cache: the slot of each token, the slots that a token may see, and the checks of calls.
 
 The `StaticCache` of transformers keeps its own position and advances it at every call. Here the position is an argument:
 
@@ -7,11 +7,10 @@ The `StaticCache` of transformers keeps its own position and advances it at ever
 | full attention     | `max_cache_len`                      | p                                |
 | sliding attention  | `min(sliding_window, max_cache_len)` | p mod slots, a ring              |
 
-`StaticCache` by itself moves a full sliding window down by one slot for each token. A ring writes one slot instead, and
-writing the same position twice leaves the same cache, so a decode step can be repeated and timed.
+`StaticCache` moves a full sliding window down by one slot for each token. The ring writes one slot instead. Writing the
+same position twice leaves the same cache, so a decode step can be repeated and timed.
 
-The slot and the mask of a decode step are computed on the device from the position, so the step need not wait for the
-GPU.
+A decode step computes its slot and its mask on the device from the position, so it need not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def initialize_kv_cache(config: Gemma3TextConfig, max_cache_len: int) -> StaticC
     from transformers import StaticCache
 
     cache = StaticCache(config=config, max_cache_len=max_cache_len)
-    cache.capacity = max_cache_len  # tokens; if every layer slides, the number of slots does not show it
+    cache.capacity = max_cache_len  # in tokens: if every layer slides, the number of slots is smaller
     return cache
 
 
@@ -52,7 +51,7 @@ def check_config(config: object) -> None:
 
 
 def start_prefill(cache: StaticCache, layer: torch.nn.Module, hidden_states: torch.Tensor) -> StaticLayer:
-    """Empty the layer's slots, or allocate them, for a prompt (B, S, hidden_size), and return them."""
+    """Empty or allocate the layer's slots for a prompt (B, S, hidden_size), and return them."""
     slots, capacity = _slots(cache, layer)
     length = hidden_states.shape[1]
     if length > capacity:
@@ -64,7 +63,7 @@ def start_prefill(cache: StaticCache, layer: torch.nn.Module, hidden_states: tor
         _check_allocation(slots, hidden_states)
         slots.reset()
     else:
-        # The slots are allocated before the layer runs, so that a compiled or captured layer finds them.
+        # Allocate the slots before the layer runs, so that a compiled or captured layer finds them.
         head_dim = layer.self_attn.head_dim
         heads = layer.self_attn.k_proj.out_features // head_dim
         with torch.inference_mode(False):  # an inference tensor cannot be written outside that mode
@@ -76,7 +75,7 @@ def start_prefill(cache: StaticCache, layer: torch.nn.Module, hidden_states: tor
 
 
 def finish_prefill(slots: StaticLayer, length: int) -> None:
-    """Put the newest tokens in ring order after a prompt of `length` tokens, and note how many the slots hold."""
+    """Put the newest tokens in ring order after a prompt of `length` tokens, and note the number of tokens."""
     if length > slots.max_cache_len and (shift := length % slots.max_cache_len):
         # transformers has written the newest tokens in order from slot 0.
         slots.keys.copy_(slots.keys.roll(shift, dims=2))
@@ -90,7 +89,7 @@ def start_decode(
     """Point the layer's slots at the position to write.
 
     Returns:
-        `(slots, position)`: the layer's slots; the position as a Python int if it is known without waiting for the GPU.
+        `(slots, position)`: the layer's slots; the position as a Python int, or None in a trace or capture.
     """
     slots, capacity = _slots(cache, layer)
     if not hasattr(slots, "tokens_held"):
@@ -104,7 +103,7 @@ def start_decode(
     position = first_position(cache_positions)
     if position is not None:
         _check_position(slots, position, capacity)
-    # transformers writes to the slot in this tensor, as long as the int says that the window is not full.
+    # transformers writes to the slot in `cumulative_length`, if `cumulative_length_int` says that the window is not full.
     slot = cache_positions.view(())
     if slots.is_sliding:
         torch.remainder(slot, slots.max_cache_len, out=slots.cumulative_length)
@@ -115,13 +114,13 @@ def start_decode(
 
 
 def visible_slots(slots: StaticLayer, cache_positions: torch.Tensor) -> torch.Tensor:
-    """Return a boolean (slots,) that is True for the slots the token at this position may see."""
-    # After the first round of a ring, every slot number is at or below the position, and every slot is in the window.
+    """Return a boolean (slots,), True for the slots that the token at this position may see."""
+    # After the first round of a ring, every slot number is at or below the position, and the token sees every slot.
     return slots.slot_numbers <= cache_positions
 
 
 def filled_slots(slots: StaticLayer, cache_positions: torch.Tensor, batch: int) -> torch.Tensor:
-    """Return how many slots the token at this position may see, the first ones: (batch,) int32, on the device."""
+    """Return the number of slots that the token at this position may see, from the first slot on: (batch,) int32."""
     filled = torch.empty(batch, dtype=torch.int32, device=cache_positions.device)
     torch.add(cache_positions.expand(batch), 1, out=filled)
     return filled.clamp_(max=slots.max_cache_len) if slots.is_sliding else filled
@@ -131,33 +130,33 @@ def finish_decode(slots: StaticLayer, position: int | None) -> None:
     """Note that the newest token in the slots is at `position`."""
     if slots.is_sliding and position is not None:
         slots.cumulative_length_int = position + 1  # the result of cache.get_seq_length()
-    # A captured step is replayed at positions that are not seen here: until the next prefill the number is unknown.
+    # A replay of a captured step has other positions: then the number of tokens is unknown until the next prefill.
     slots.tokens_held = None if position is None or is_capturing(slots.keys) else position + 1
 
 
 def remember_position(positions: torch.Tensor, first: int | None, layer_type: str | None = None) -> None:
-    """Attach the first of these positions; to embeddings, the first position and the type of layer that they are for."""
+    """Attach the first position to a tensor of positions; to embeddings, attach the first position and their type of layer."""
     positions.known_position = first, layer_type, None if positions.is_inference() else positions._version
 
 
 def known_position(positions: torch.Tensor) -> tuple[int | None, str | None]:
-    """Return the attached position and layer type, each None if there is none or the tensor has changed in place since."""
+    """Return the attached position and layer type; None for each if it is missing or the tensor has changed in place."""
     first, layer_type, version = getattr(positions, "known_position", (None, None, None))
-    if torch.compiler.is_compiling() or positions.is_inference():  # torch does not count the changes there
+    if torch.compiler.is_compiling() or positions.is_inference():  # torch does not count the changes of such tensors
         return None, layer_type
     return (first, layer_type) if version == positions._version else (None, None)
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether work on this tensor's device is being captured in a CUDA graph."""
+    """Whether a CUDA graph is capturing work on this tensor's device."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def first_position(positions: torch.Tensor) -> int | None:
-    """Return the first of positions that count up along their last dimension; -1 if they do not, None in a trace or capture.
+    """Return the first position; -1 if the positions do not count up along their last dimension; None in a trace or capture.
 
     A tensor is read once, and again only after a change in place, so that the timed calls of a benchmark do not wait for
-    the GPU; an inference tensor is read at each call.
+    the GPU. An inference tensor is read at each call.
     """
     if (first := known_position(positions)[0]) is not None or torch.compiler.is_compiling() or is_capturing(positions):
         return first
@@ -169,7 +168,7 @@ def first_position(positions: torch.Tensor) -> int | None:
 
 
 def _slots(cache: StaticCache, layer: torch.nn.Module) -> tuple[StaticLayer, int]:
-    """Return the layer's slots, and the tokens that the cache has room for."""
+    """Return the layer's slots, and the capacity of the cache in tokens."""
     from transformers import StaticCache
 
     if not isinstance(cache, StaticCache):

@@ -9,8 +9,8 @@
     prefill_forward(layer, hidden_states, position_ids, position_embeddings, cache)
 
 - `prefill_forward` starts from an empty cache: it drops the keys and values that the cache has for this layer.
-- `decode_forward` writes its token at `cache_positions` and attends to the positions up to it. The same call made twice
-  gives the same result, so a step can be timed any number of times; the next token needs the next position.
+- `decode_forward` writes its token at `cache_positions` and attends to the positions up to it. The same call gives the
+  same result again, so a step can be timed any number of times. The next token needs the next position.
 - A decode step does not wait for the GPU, so it can be captured in a CUDA graph. Between replays change
   `hidden_states`, `position_embeddings` and `cache_positions` in place; nothing checks the positions of a replay.
 - These functions are for inference: no gradients are recorded.
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
-_GIVEN_ATTENTION = "given_attention"  # the name in transformers of the attention that `decode_forward` is given
+_GIVEN_ATTENTION = "given_attention"  # the name in transformers for the argument `attend` of `decode_forward`
 
 
 # ---- the layer ---------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def build_decoder_layer(
         dtype: of the weights.
         device: of the weights; None is the GPU, or the CPU if there is no GPU.
         attn_implementation: "sdpa" (`scaled_dot_product_attention`) or "eager" (matmul, softmax, matmul).
-        seed: of the weights, which are the same on every device; torch's own generator is not used.
+        seed: of the weights, which are the same on every device. Torch's global generator stays unchanged.
 
     Returns:
         `(layer, rotary_emb)`. `layer.self_attn.layer_type` is the `layer_type` for `get_position_embeddings`.
@@ -87,7 +87,7 @@ def build_decoder_layer(
     from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RotaryEmbedding
 
     config = copy.deepcopy(config)
-    config._attn_implementation = attn_implementation  # every forward reads it: two layers must not share a config
+    config._attn_implementation = attn_implementation  # forward passes read it, so layers must not share it
     with torch.device("meta"):
         layer = Gemma3DecoderLayer(config, layer_idx).to(dtype)
     layer.to_empty(device=device)
@@ -105,7 +105,7 @@ def get_position_embeddings(
     """Compute the rotary position embeddings (cos, sin) of some positions.
 
     Args:
-        hidden_states: their dtype and device are those of the result.
+        hidden_states: the result has their dtype and device.
         position_ids: the positions, (B, S) or (1, S).
         rotary_emb: from `build_decoder_layer`.
         layer_type: "sliding_attention" or "full_attention"; the two rotate at different speeds.
@@ -155,7 +155,7 @@ def create_decode_inputs_with_cache(
     hidden_states, _ = create_prefill_inputs(batch_size, 1, hidden_size, dtype, device)
     cache_positions = torch.full((1,), current_seq_len, device=hidden_states.device)
     position_ids = cache_positions.repeat(batch_size, 1)
-    for positions in (position_ids, cache_positions):  # a step in a loop waits for no GPU
+    for positions in (position_ids, cache_positions):  # so that a step need not wait for the GPU to read them
         remember_position(positions, current_seq_len)
     return hidden_states, position_ids, cache_positions
 
@@ -196,8 +196,8 @@ def prefill_forward(
         hidden_states: (B, S, hidden_size).
         position_ids: (B, S) or (1, S), counting from 0.
         position_embeddings: (cos, sin) of these positions, from `get_position_embeddings`.
-        past_key_values: the cache to fill, from `initialize_kv_cache`. Its keys and values for this layer are dropped
-            first, so a second prefill gives the same result and the cache keeps its size. None: no cache.
+        past_key_values: the cache to fill, from `initialize_kv_cache`. The call first drops the cache's keys and values for
+            this layer, so a second prefill gives the same result and the cache keeps its size. None: no cache.
 
     Returns:
         (B, S, hidden_size).
@@ -284,15 +284,15 @@ def decode_forward(
         output = layer(hidden_states, attention_mask=_attention_mask(layer, visible, hidden_states.dtype), **arguments)
     else:
         seqlens = filled_slots(slots, cache_positions, hidden_states.shape[0])
-        with _attending_with(layer):
+        with _use_attend(layer):
             output = layer(hidden_states, attention_mask=None, attend=attend, seqlens=seqlens, **arguments)
     finish_decode(slots, position)
     return output
 
 
 @contextlib.contextmanager
-def _attending_with(layer: torch.nn.Module) -> Iterator[None]:
-    """Let the layer compute attention by the function that its call is given as `attend`."""
+def _use_attend(layer: torch.nn.Module) -> Iterator[None]:
+    """Let the layer compute attention by the argument `attend` of its call."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_GIVEN_ATTENTION, _attend_to_cache)
@@ -305,7 +305,7 @@ def _attending_with(layer: torch.nn.Module) -> Iterator[None]:
 
 
 def _attend_to_cache(module, query, key, value, attention_mask, *, attend, seqlens, scaling, **options):
-    """Attention of one new token over the cache's slots, in the form in which transformers calls it."""
+    """Compute attention of one new token over the cache's slots; transformers calls this function."""
     out = attend(query, key, value, seqlens=seqlens, scale=scaling, causal=False)
     return out.transpose(1, 2), None
 
@@ -316,7 +316,7 @@ _PREFILL_MASKS: Newest[tuple, torch.Tensor] = Newest(4)
 
 
 def _attention_implementation(layer: torch.nn.Module) -> str:
-    # transformers takes None as eager attention, and eager attention without a mask is not causal.
+    # transformers reads None as eager attention. Eager attention without a mask is not causal.
     implementation = layer.config._attn_implementation or "eager"
     if implementation not in ATTENTION_IMPLEMENTATIONS:
         raise ValueError(f"the layer's attn_implementation is {implementation!r}; allowed: {ATTENTION_IMPLEMENTATIONS}")
@@ -326,12 +326,12 @@ def _attention_implementation(layer: torch.nn.Module) -> str:
 def _prefill_mask(layer: torch.nn.Module, hidden_states: torch.Tensor, attended: int) -> torch.Tensor | None:
     """Return the causal mask of a prompt, (1, 1, S, attended), or None if SDPA's own `is_causal` is enough.
 
-    The mask depends on shapes only, so the last few are kept: a whole model also builds one mask for all its layers.
+    The mask depends on shapes only, so the newest masks are kept: a whole model, too, builds one mask for all its layers.
     """
     length = hidden_states.shape[1]
-    window = min(layer.self_attn.sliding_window or length, length)  # a longer window leaves nothing out
+    window = min(layer.self_attn.sliding_window or length, length)  # a longer window hides nothing
     if window == length > 1 and _attention_implementation(layer) == "sdpa":
-        return None  # `is_causal` starts at the first key, so the empty slots behind the prompt stay invisible
+        return None  # `is_causal` is aligned at the first key, so it hides the empty slots after the prompt
     device = hidden_states.device
     key = (_attention_implementation(layer), window, length, attended, hidden_states.dtype, device)
     if key in _PREFILL_MASKS:
@@ -339,20 +339,20 @@ def _prefill_mask(layer: torch.nn.Module, hidden_states: torch.Tensor, attended:
     query_position, key_position = torch.arange(length, device=device)[:, None], torch.arange(attended, device=device)
     visible = (key_position <= query_position) & (key_position > query_position - window)
     mask = _attention_mask(layer, visible, hidden_states.dtype)
-    if not (is_capturing(hidden_states) or torch.compiler.is_compiling()):  # the memory of a graph is its own
+    if not (is_capturing(hidden_states) or torch.compiler.is_compiling()):  # graphs free their tensors
         _PREFILL_MASKS[key] = mask
     return mask
 
 
 def _attention_mask(layer: torch.nn.Module, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mask (1, 1, Sq, Sk): boolean for SDPA; for eager 0 or the dtype's lowest number, added to scores."""
+    """Return the mask (1, 1, Sq, Sk): boolean for SDPA; for eager attention 0 or the dtype's lowest number, to add to scores."""
     if _attention_implementation(layer) == "eager":
         zero = torch.zeros((), dtype=dtype, device=visible.device)
         visible = zero.masked_fill(visible.logical_not(), torch.finfo(dtype).min)
     return visible[None, None]
 
 
-# ---- checks: of shapes, dtypes and devices; and of positions, which are read from a GPU once at most --------
+# ---- checks of shapes, dtypes, devices and positions (which are read from a GPU once at most) ---------------
 
 
 def _check_inputs(

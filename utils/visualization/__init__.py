@@ -5,7 +5,7 @@ Every function returns `(Figure, Axes)` and takes `ax=`. It leaves matplotlib's 
 A notebook that draws a picture of its own takes the colours and lines of `series(i)`, and calls `style_axes` at the end.
 """
 
-# ruff: noqa: F401 (what is imported here is what the package offers)
+# ruff: noqa: F401 (these imports are the names of the package)
 from .attention import plot_flash_attn_improvement
 from .latency import plot_gemm_torch_matmul_latency, plot_latency
 from .masks import plot_mask

@@ -31,8 +31,8 @@ def plot_flash_attn_improvement(
     Args:
         df: one row for each sequence length.
         latency_cols: columns of latencies in ms, the baseline first.
-        memory_cols: columns of memory in GB (1e9 bytes), in the same order. NaN in both columns of a kernel says that it
-            ran out of memory; the picture says so, too.
+        memory_cols: columns of memory in GB (1e9 bytes), in the same order. NaN in both columns of a kernel means that it
+            ran out of memory, and the picture says so.
         seq_len_col: column of sequence lengths.
         ax: two Axes to draw in; None for a new figure.
         labels: names of the lines; None for the names of the latency columns without "_ms".

@@ -1,4 +1,4 @@
-"""Checks of the numbers that a plot is given: positive, finite, and in the unit that its axis names."""
+"""Check the numbers for a plot: they must be positive and finite, and in the unit of the axis."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# A larger number is in another unit, not from a better machine. The fastest chip of 2026 reaches about 10 000 TFLOP/s
+# A larger number is in a wrong unit, and not from a better machine. The fastest chip of 2026 reaches about 10 000 TFLOP/s
 # (dense, 4 bits), its memory (HBM4) about 22 TB/s, and no shared memory reaches 50 TB/s.
 MAX_TFLOPS = 50_000.0
 MAX_BANDWIDTH_TB_S = 50.0
 MAX_MEMORY_GB = 4_000.0
-# No operator returns in half a microsecond: its dispatch, or a kernel launch, takes longer.
+# No operator returns in half a microsecond: its dispatch or its kernel launch takes longer.
 MIN_LATENCY_MS = 0.0005
 
 
@@ -27,7 +27,7 @@ def number(name: str, value: Any, unit: str) -> float:
 
 
 def rate(name: str, value: Any, unit: str = "TFLOP/s") -> float:
-    """Return a rate in TFLOP/s or TB/s; raise ValueError if it must be in another unit."""
+    """Return a rate in TFLOP/s or TB/s; raise ValueError if the number can only be in a smaller unit."""
     result = number(name, value, unit)
     limit, smaller_unit = (MAX_TFLOPS, "GFLOP/s") if unit == "TFLOP/s" else (MAX_BANDWIDTH_TB_S, "GB/s")
     if result > limit:
@@ -39,7 +39,7 @@ def rate(name: str, value: Any, unit: str = "TFLOP/s") -> float:
 
 
 def latency(name: str, value: Any) -> float:
-    """Return a latency in ms; raise ValueError if it must be in seconds."""
+    """Return a latency in ms; raise ValueError if the number can only be in seconds."""
     result = number(name, value, "ms")
     if result < MIN_LATENCY_MS:
         raise ValueError(
@@ -83,7 +83,7 @@ def mapping(name: str, value: Any, example: str) -> dict:
 
 
 def median_and_interval(name: str, value: Any) -> tuple[float, tuple[float, float] | None]:
-    """Return a median in ms and its interval, from a Measurement, from (median, low, high) or from a number."""
+    """Return a median in ms and its interval or None, from a Measurement, (median, low, high) or a number."""
     if hasattr(value, "median_ms"):
         interval = getattr(value, "interval_ms", None)
         parts = [value.median_ms, *(interval if interval is not None else ())]
@@ -96,7 +96,7 @@ def median_and_interval(name: str, value: Any) -> tuple[float, tuple[float, floa
     median = latency(name, parts[0])
     if len(parts) == 1:
         return median, None
-    # A busy machine's interval may reach below what any call takes, so that only the median tells the unit.
+    # On a busy machine the interval may begin below MIN_LATENCY_MS, so only the median shows the unit.
     low, high = (
         number(f"{name} ({end} end)", part, "ms") for end, part in zip(("low", "high"), parts[1:], strict=True)
     )

@@ -1,10 +1,10 @@
 """Labels of points, which find their places when the figure is drawn.
 
-The places are found in pixels, with the sizes of the texts that the renderer measured, and anew when the axes change their
-size, limits or resolution. One label after another takes the cheapest place around its point: it must lie inside the axes
-and overlap no other text, and it should be near, on the preferred side, and clear of lines, markers and leader lines.
+The layer places texts in pixels, with the sizes from the renderer, and again when the axes change their size, limits or
+resolution. Each label in turn takes the cheapest place around its point. The place must lie inside the axes and overlap no
+other text. It should be near, on the preferred side, and away from lines, markers and leader lines.
 
-From MANY_NAMES names on, the points get numbers, and a list beside the axes says what the numbers mean.
+From MANY_NAMES names on, the points get numbers, and a list beside the axes explains the numbers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ LIST_ROWS = 26  # names in a column of the list of numbers
 GAP = 2.5  # points between two texts, and between a text and the frame
 NEAR = 9.0  # points: a label at most this far away needs no leader line
 COMPASS = {"E": 0, "NE": 45, "N": 90, "NW": 135, "W": 180, "SW": 225, "S": 270, "SE": 315}
-# Costs in points of distance: the other side of the point, a further point of a line, and what a text covers: a piece of a
-# line, a marker, or a piece of a leader line, which costs the same where the text's own leader line crosses another text.
+# Costs in points of distance. DIRECTION: the side opposite to the preferred side; SLIDE: a further point of a line. The others
+# are for covering a piece of a line, a marker, a piece of a leader line; LEADER also for a leader line that crosses a text.
 COST_DIRECTION, COST_SLIDE, COST_LINE, COST_MARKER, COST_LEADER = 14.0, 5.0, 16.0, 90.0, 70.0
-COST_NEIGHBOUR = 40.0  # of a place that is nearer to another point than to its own
+COST_NEIGHBOUR = 40.0  # for a place that is nearer to another point than to its own
 
 
 @dataclass(eq=False)
 class Label:
-    """A text with its points, and the place that was found for it, in pixels from the axes' corner."""
+    """A text with its points, and its place in pixels from the axes' corner."""
 
     text: Any  # matplotlib Text
-    xy: np.ndarray  # (A, 2): the point, or points of a line where the label may be, best first
+    xy: np.ndarray  # (A, 2): the point, or possible points on a line, the best first
     prefer: str
     gap: float
     box: np.ndarray | None = None  # x0, y0, x1, y1
@@ -47,14 +47,14 @@ class Label:
 
 
 def list_columns(names: int) -> int:
-    """Return the number of columns of the list of names; 0 if so few names are written at their points."""
+    """Return the number of columns in the list of names; 0 if few names need no list."""
     return 0 if names < MANY_NAMES else math.ceil(names / LIST_ROWS)
 
 
 def _candidates(label: Label, anchors: np.ndarray, extent: np.ndarray, point: float, reach: float) -> tuple:
-    """List C places of a label around its points: boxes (C, 4), the point of each (C, 2), distances and costs (C,)."""
+    """Return C places of a label around its points: boxes (C, 4), their points (C, 2), distances (C,) and costs (C,)."""
     radii = [label.gap * point]
-    while radii[-1] < reach:  # fine near the point, coarse far away
+    while radii[-1] < reach:  # small steps near the point, large steps far away
         radii.append(radii[-1] + max(4 * point, 0.06 * radii[-1]))
     places: Any = np.meshgrid(np.arange(len(anchors)), radii, np.arange(24) * math.pi / 12, indexing="ij")
     slide, radius, angle = (axis.ravel() for axis in places)
@@ -73,7 +73,7 @@ def _overlaps(a: np.ndarray, b: np.ndarray, gap: float) -> np.ndarray:
 
 
 def _sample(line: np.ndarray, step: float, cost: float) -> np.ndarray:
-    """Return points along a line, `step` pixels apart, each with what it costs to cover it: (P, 3)."""
+    """Return points along a line, `step` pixels apart, as rows (x, y, cost of covering the point): (P, 3)."""
     points = [np.empty((0, 2))]
     for a, b in itertools.pairwise(line):
         count = int(min(400, max(2, math.dist(a, b) / step)))
@@ -86,7 +86,7 @@ class LabelLayer(Artist):
     """Keeps labels from overlapping each other and other texts, and away from markers and lines where possible."""
 
     def __init__(self, ax: Any, names: int = 0) -> None:
-        """Add an empty layer to the axes, for so many named points; from MANY_NAMES on they get numbers."""
+        """Add an empty layer to the axes. names: number of points with names; from MANY_NAMES on they get numbers."""
         super().__init__()
         self._ax = ax
         self._labels: list[Label] = []
@@ -104,7 +104,7 @@ class LabelLayer(Artist):
 
         Args:
             text: the label.
-            xy: the point, or several points of a line, of which one gets the label.
+            xy: the point, or several points of a line; the label takes one of them.
             prefer: the preferred side of the point, a compass direction such as "NE".
             gap: between point and text, in points.
             **font: properties of the text, such as its color.
@@ -112,7 +112,7 @@ class LabelLayer(Artist):
         self._labels.append(Label(self._text(text, ha="left", **font), np.array(xy, float).reshape(-1, 2), prefer, gap))
 
     def name(self, text: str, xy: Any, **options: Any) -> None:
-        """Name a point like `add`, with a number instead of the text if there are many names."""
+        """Label a point with its name, as `add` does, or with a number if there are many names."""
         if self._numbered is not None:
             self._numbered.append(text)
             text = str(len(self._numbered))
@@ -120,7 +120,7 @@ class LabelLayer(Artist):
 
     def list_names(self) -> None:
         """Write the list of numbers and names right of the axes, if the points have numbers."""
-        before: Any = "axes fraction"  # each column of the list is placed right of the one before
+        before: Any = "axes fraction"  # each column of the list stands right of the last column
         for start in range(0, len(self._numbered or ()), LIST_ROWS):
             rows = list(enumerate(self._numbered or (), 1))[start : start + LIST_ROWS]
             before = self._ax.annotate(
@@ -136,7 +136,7 @@ class LabelLayer(Artist):
             )
 
     def add_along(self, text: str, xy: tuple[float, float], **font: Any) -> None:
-        """Write above a line through the origin, at one of its points, with the slope that the line has on these axes."""
+        """Write a text above a line through the origin, at one of its points, with the slope of the line on these axes."""
         above = ScaledTranslation(-2 / 72, 2 / 72, self._ax.get_figure(root=True).dpi_scale_trans)
         artist = self._text(text, ha="center", rotation_mode="anchor", transform_rotates_text=True, **font)
         artist.set(position=xy, rotation=math.degrees(math.atan2(*xy[::-1])), transform=self._ax.transData + above)
@@ -187,7 +187,7 @@ class LabelLayer(Artist):
             if not allowed.any():
                 continue
             boxes, start, distance, cost = (array[allowed] for array in places)
-            # A text that stands nearer to another point seems to name that one, unless a line leads to its own.
+            # A text nearer to another point seems to name that point, unless a leader line shows its own point.
             away = np.linalg.norm(np.clip(markers, boxes[:, None, :2], boxes[:, None, 2:]) - markers, axis=2)
             others = np.linalg.norm(markers - start[:, None], axis=2) > point
             misleads = ((away < distance[:, None]) & others).any(axis=1)

@@ -1,4 +1,4 @@
-"""Latencies: a row for each label, or a line over sizes, with their intervals."""
+"""Plots of latencies with their intervals: a row for each label, or a line over sizes."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def draw_lines(ax: Any, lines: Mapping[str, Mapping[int, tuple]], ratios: Mappin
 
     Args:
         ax: empty Axes.
-        lines: {label: {size: (value, interval or None)}}, by growing size; a value NaN says that it ran out of memory.
-        ratios: {size: number} to write above the lines; NaN writes none.
+        lines: {label: {size: (value, interval or None)}}, by growing size; a NaN means out of memory.
+        ratios: {size: number} to write above the lines; a NaN is not written.
     """
     from .labels import LabelLayer
 

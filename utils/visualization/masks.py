@@ -1,4 +1,4 @@
-"""A mask as a picture: every query-key pair, every block, and the share of both that is left."""
+"""Draw a mask: every query-key pair, every block, and the shares of visible pairs and of needed blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_PIXELS = 512  # a longer mask is drawn in cells of several pairs; the shade of a cell is its density
-FULL, PARTIAL = "#0b4f7d", "#d98c00"  # they differ in lightness too, for a grey printer
+FULL, PARTIAL = "#0b4f7d", "#d98c00"  # a grey printer keeps them apart by their lightness
 
 
 def plot_mask(
@@ -26,9 +26,9 @@ def plot_mask(
     labels: Sequence[str] | None = None,
     ax: Any = None,
 ) -> tuple[Figure, np.ndarray]:
-    """Draw a mask, or several masks below each other: the query-key pairs left, the blocks right, with both densities.
+    """Draw a mask, or several masks below each other: on the left the pairs, on the right the blocks, with their densities.
 
-    Of a mask that differs by sequence or head, the first sequence and the first head are drawn.
+    If a mask differs by sequence or head, draw the first sequence and the first head.
 
     Args:
         mask_mod: a function (b, h, q, k) -> bool, or a list of functions; None is no mask.
@@ -53,7 +53,7 @@ def plot_mask(
     if len(names) != len(mods):
         raise ValueError(f"labels {names} must name the {len(mods)} masks.")
     names = ["\n".join(textwrap.wrap(name, 34, break_long_words=False)) for name in names]
-    # The panels are square and their width is given: what their titles need on top has to come from the height.
+    # The panels are square with a fixed width, so longer titles need a higher figure.
     height = 0.8 + sum(4.1 + 0.2 * name.count("\n") for name in names)
     figure, flat = open_axes(ax, (8.4, height), 2 * len(mods), rows=len(mods))
     axes = np.array(flat).reshape(-1, 2)
@@ -65,7 +65,7 @@ def plot_mask(
 
 
 def _shades(allowed: Any) -> Any:
-    """Return the densities of cells of pairs (rows, columns), few enough to draw."""
+    """Return the densities of cells of pairs, at most MOST_PIXELS cells in each direction."""
     import torch
 
     cell = max(1, -(-max(allowed.shape) // MOST_PIXELS))
@@ -78,7 +78,7 @@ def _draw_pairs(ax: Any, allowed: Any, name: str, counts: Any) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("pairs", [GRID, series(0).color])
-    separated = range(1, counts.sk) if counts.sk <= 48 else ()  # single pairs that are large enough to be seen
+    separated = range(1, counts.sk) if counts.sk <= 48 else ()  # so few pairs are large enough to be seen
     _draw_cells(ax, _shades(allowed), colors, 1, counts.sk, counts.sk, separated)
     name_axes(ax, x="key", y="query", title=f"{name}\n{_share(counts.density)} of the pairs")
 
@@ -111,7 +111,7 @@ def _draw_blocks(ax: Any, counts: Any) -> None:
 def _draw_cells(
     ax: Any, values: Any, colors: Any, highest: int, side: int, length: int, separated: Sequence[int]
 ) -> None:
-    """Draw values as a square of `side` tokens, of which `length` are shown, with a line at each of the separated ones."""
+    """Draw values as a square of `side` tokens and show `length` tokens of it, with lines at the tokens `separated`."""
     ax.imshow(values, colors, vmin=0, vmax=highest, interpolation="nearest", extent=(0, side, side, 0))
     for line in (ax.axvline, ax.axhline):
         for place in separated:

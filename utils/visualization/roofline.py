@@ -37,7 +37,7 @@ class _Roof(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """An operation: its place on the roof, and its measured rate if there is one."""
+    """An operation: its place on the roof, and its measured rate or None."""
 
     name: str
     intensity: float  # FLOPs/Byte
@@ -50,7 +50,7 @@ class _Point(NamedTuple):
         return (self.measured or 0.0) / self.attainable
 
     @property
-    def beyond(self) -> bool:
+    def above_roof(self) -> bool:
         """Return whether the point is above its roof by more than rounding."""
         return self.measured is not None and self.share > 1 + 1e-9
 
@@ -88,7 +88,7 @@ def plot_roofline(
         raise ValueError(f'gpu_name is {gpu_name!r}; it is the name in the title, such as "H200".')
     main = inputs.rate("peak_flops", peak_flops)
     slope = inputs.rate("peak_bandwidth", peak_bandwidth, "TB/s")
-    # A laptop's numbers are read more easily in GFLOP/s and GB/s.
+    # The numbers of a laptop are easier to read in GFLOP/s and GB/s.
     prefix, scale = ("G", 1e3) if main < 1 else ("T", 1.0)
     main, slope = main * scale, slope * scale
     if peaks is not None:
@@ -128,7 +128,7 @@ def _roofs(main: float, slope: float, peaks: Mapping[str, float]) -> list[_Roof]
 def _points(
     main: float, slope: float, peaks: Mapping[str, float], operations: Any, measured: Any, scale: float
 ) -> list[_Point]:
-    """Return the measured points, and the predicted ones that were not measured. `scale` is 1 TFLOP/s in the plot's unit."""
+    """Return the measured points, and the predicted points without a measurement. scale: 1 TFLOP/s in the plot's unit."""
     points = []
     if measured is not None:
         for name, item in inputs.mapping("measured", measured, '{"gemm_1024": (341.3, 14.2)}').items():
@@ -189,7 +189,7 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float, prefix: s
     for x, ha, words in ((at - 0.01, "right", "memory-bound"), (at + 0.01, "left", "compute-bound")):
         ax.text(x, 0.02, words, transform=ax.transAxes, ha=ha, va="bottom", fontsize=SMALL, color=SOFT, style="italic")
     places = [start * (main.ridge / start) ** share for share in (0.6, 0.3, 0.8)]
-    beyond = [point.intensity for point in points if point.beyond]  # above the slope, where the text may hide them
+    beyond = [point.intensity for point in points if point.above_roof]  # above the slope, where the text may hide them
     along = max(places, key=lambda x: min((abs(math.log(x / i)) for i in beyond), default=0.0))
     layer.add_along(f"{plain(slope)} {prefix}B/s", (along, along * slope), fontweight="bold")
 
@@ -201,18 +201,18 @@ def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
             below = "SE" if point.intensity < point.attainable else "S"
             layer.name(point.name, (point.intensity, point.attainable), prefer=below)
             continue
-        color = ALARM if point.beyond else series(0).color
+        color = ALARM if point.above_roof else series(0).color
         ax.plot([point.intensity] * 2, [point.attainable, point.measured], color=color, linewidth=0.9, zorder=3.2)
-        look = SOLID | ({"marker": "X", "markersize": 9} if point.beyond else {})
+        look = SOLID | ({"marker": "X", "markersize": 9} if point.above_roof else {})
         ax.plot([point.intensity], [point.measured], color=color, zorder=4.5, **look)
         layer.name(
             f"{point.name}  {_percent(point.share)}",
             (point.intensity, point.measured),
-            color=color if point.beyond else INK,
-            prefer="NW" if point.beyond else "E",
-            fontweight="bold" if point.beyond else "normal",
+            color=color if point.above_roof else INK,
+            prefer="NW" if point.above_roof else "E",
+            fontweight="bold" if point.above_roof else "normal",
         )
-    beyond = [point for point in points if point.beyond]
+    beyond = [point for point in points if point.above_roof]
     if beyond:
         worst = max(beyond, key=lambda p: p.share)
         which = f"{worst.name} at" if len(beyond) == 1 else f"{len(beyond)} points, up to"
@@ -224,7 +224,7 @@ def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
 
 
 def _percent(share: float) -> str:
-    """Write a share of the roof; rounding never moves it across 100%."""
+    """Return a share of the roof as text; rounding never moves it across 100%."""
     percent = 100 * share
     if 99.5 <= percent < 100.5 and percent != 100:
         return f"{percent:.2f}%" if f"{percent:.1f}" == "100.0" else f"{percent:.1f}%"
@@ -232,7 +232,7 @@ def _percent(share: float) -> str:
 
 
 def _key(points: list[_Point]) -> list[Any]:
-    """Return the key of hollow, solid and impossible points, as far as they are drawn."""
+    """Return the key of the plot: hollow, solid and impossible points, if there are such points."""
     from matplotlib.lines import Line2D
 
     handles = []
@@ -240,6 +240,6 @@ def _key(points: list[_Point]) -> list[Any]:
         handles.append(Line2D([], [], label="predicted, on the roof", **HOLLOW))
     if any(point.measured is not None for point in points):
         handles.append(Line2D([], [], color=series(0).color, label="measured, with its share of the roof", **SOLID))
-    if any(point.beyond for point in points):
+    if any(point.above_roof for point in points):
         handles.append(Line2D([], [], marker="X", linestyle="none", markersize=8, color=ALARM, label="above the roof"))
     return handles

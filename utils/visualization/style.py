@@ -9,8 +9,8 @@ INK = "#1b1b1b"  # text and roofs
 SOFT = "#474747"  # secondary text: contrast 6:1 on the card
 HAIR = "#7f868d"  # leader and drop lines
 GRID = "#e6eaed"
-# Of a middle tone, so that a picture neither glares on a dark page nor lacks contrast on a light one. (JupyterLab puts a white
-# card of its own behind a transparent picture.)
+# The card has a middle tone: a picture must not glare on a dark page, and must have contrast on a light page. (JupyterLab would
+# put a white card behind a transparent picture.)
 CARD = "#d5dade"
 PAPER = "#ffffff"  # edges and hatches of bars, fillings of hollow markers
 ALARM = "#b3261e"  # a number that cannot be true
@@ -41,8 +41,8 @@ class Series(NamedTuple):
         return {"facecolor": self.color, "hatch": self.hatch, "edgecolor": PAPER, "linewidth": 0.0}
 
 
-# The palette of Okabe and Ito, in an order, and with some colours darkened, that makes neighbours differ in lightness:
-# a grey printer keeps them apart.
+# The palette of Okabe and Ito. The order, and some darker colours, give neighbours different lightness, so that a grey
+# printer keeps them apart.
 SERIES = (
     Series("#0072b2", "o", "-", ""),  # blue
     Series("#d98c00", "s", (0, (5, 2)), "///"),  # orange
@@ -72,12 +72,12 @@ def ink_on(color: Any) -> str:
 
 
 def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
-    """Return the Figure and the Axes to draw in: those of `ax`, or a new pyplot figure.
+    """Return a Figure and its Axes to draw in: the figure of `ax`, or a new pyplot figure.
 
     Args:
-        ax: one Axes, or a sequence or array of `count` Axes, whose figure gets the card; None for a new figure.
+        ax: one Axes, or a sequence or array of `count` Axes; their figure gets the card's colour. None for a new figure.
         figsize: size of a new figure, in inches.
-        count: how many Axes the picture needs.
+        count: number of Axes of the picture.
         rows: rows of Axes in a new figure.
     """
     if ax is not None:
@@ -88,8 +88,8 @@ def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1, rows: int =
         figure = axes[0].get_figure(root=True)
         figure.set_facecolor(CARD)
     else:
-        # The figure is made by pyplot because Jupyter's inline backend shows and closes pyplot figures at the end of a
-        # cell: once, whether the returned tuple is the last expression or is assigned.
+        # pyplot makes the figure, because Jupyter's inline backend shows and closes pyplot figures at the end of a cell:
+        # once, whether the returned tuple is the last expression or is assigned.
         import matplotlib.pyplot as plt
 
         figure, grid = plt.subplots(
@@ -123,10 +123,10 @@ def name_axes(ax: Any, *, x: str | None = None, y: str | None = None, title: str
 
 
 def style_axes(ax: Any, *, x: str | None = None, y: str | None = None, title: str | None = None) -> None:
-    """Give Axes that a notebook drew itself the look of the course's pictures: a card, an open frame, a soft grid.
+    """Give the Axes of a notebook's own picture the look of the course: a card, an open frame, a soft grid.
 
     Args:
-        ax: Axes of a figure of the caller's own, with everything drawn and its legend made.
+        ax: Axes with a finished picture and its legend.
         x: name of the horizontal axis.
         y: name of the vertical axis.
         title: the title, written at the left.
@@ -161,7 +161,7 @@ def key_above(ax: Any, handles: list[Any], columns: int = 4) -> None:
 
 
 def plain(value: float) -> str:
-    """Write a number with three digits, and without a power of ten between 0.001 and a million."""
+    """Return a number as text with three digits, without a power of ten between 0.001 and a million."""
     if value == 0 or not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -170,7 +170,7 @@ def plain(value: float) -> str:
 
 
 def log_axis(axis: Any, low: float, high: float) -> None:
-    """Make an axis logarithmic over [low, high], with plain numbers; over few decades 2s and 5s are named too."""
+    """Make an axis logarithmic over [low, high], with plain numbers; over few decades, 2s and 5s have numbers, too."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
@@ -186,7 +186,7 @@ def log_axis(axis: Any, low: float, high: float) -> None:
 
 
 def size_axis(axis: Any, values: list[int]) -> None:
-    """Make a logarithmic axis with the sizes as ticks; a size whose name would overlap the next one gets a small tick."""
+    """Make a logarithmic axis with the sizes as ticks. A size without room for its name gets a small tick."""
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullFormatter
 
     ax = axis.axes
@@ -197,7 +197,7 @@ def size_axis(axis: Any, values: list[int]) -> None:
     span = math.log(high / low) + 2 * math.log(margin)
     width = ax.get_position().width * ax.get_figure(root=True).bbox.width / ax.get_figure(root=True).dpi * 72  # points
     kept: list[int] = []
-    for value in sorted(values, reverse=True):  # the largest size is always named
+    for value in sorted(values, reverse=True):  # the largest size always has its name
         room = 6.0 * (len(str(value)) + 1.5)  # points: 9-point digits and a gap
         if not kept or math.log(kept[-1] / value) / span * width > room:
             kept.append(value)

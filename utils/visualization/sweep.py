@@ -1,4 +1,4 @@
-"""A sweep over masks as heat maps: the speed-up, and how much of the ideal speed-up that is."""
+"""Draw a sweep over masks as heat maps: the speed-up, and its share of the ideal speed-up."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 def plot_sparsity_sweep(
     rows: Sequence[Mapping[str, Any]], *, title: str = "times as fast as without a mask", ax: Any = None
 ) -> tuple[Figure, np.ndarray]:
-    """Draw a sweep as two heat maps: how many times faster than without a mask, and that as a share of the ideal.
+    """Draw a sweep as two heat maps: the speed-up over no mask, and its share of the ideal speed-up.
 
     Args:
-        rows: one mapping for each point, with "doc_span", "block_size", "speedup" (dense time / masked time) and "ideal" (1 / block
-            density); a row with "refused" instead is drawn as a gap.
+        rows: one mapping for each point, with "doc_span", "block_size", "speedup" (dense time / masked time) and "ideal"
+            (1 / block density); a row with "refused" in place of the last two is drawn as a gap.
         title: of the left heat map.
         ax: two Axes to draw in; None for a new figure.
 

@@ -1,4 +1,4 @@
-"""A profiler trace as a picture: rows for each thread or stream, and a bar for each operator or kernel."""
+"""Draw a profiler trace: rows for each thread or stream, and a bar for each operator or kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from utils.benchmark.profiling import TraceEvent
 
-# Chrome-trace categories and kernel classes for the same kind of work share a colour; those without one are "other".
+# Chrome-trace categories and kernel classes of the same kind of work share a colour; all further names have the colour of "other".
 _COLORS = {
     "cpu_op": "#8cc5e8",
     "python_function": "#dcdcdc",
@@ -37,9 +37,9 @@ _COLORS = {
     "memory": "#d98c00",
     "other": "#b5b5b5",
 }
-MOST_NAMES = 120  # so many bars, the longest ones, may have names
+MOST_NAMES = 120  # only the longest bars, up to so many, have names
 CHARACTER = 4.4  # points: the mean width of a character of a name
-LEAST_CHARACTERS = 5  # that a shortened name of a bar keeps
+LEAST_CHARACTERS = 5  # a shortened name keeps at least so many characters
 
 
 class _Bar(NamedTuple):
@@ -63,8 +63,8 @@ def plot_timeline(
     """Draw a profiler trace: rows are threads and streams, bars are operators and kernels.
 
     Args:
-        events_or_trace: a finished profile, the path of a Chrome trace, or events: what `read_trace` returns, or dicts with
-            the keys name, category, start_us, duration_us and lane.
+        events_or_trace: a finished profile, the path of a Chrome trace, or events from `read_trace`, or dicts with the keys
+            name, category, start_us, duration_us and lane.
         ax: Axes to draw in; None for a new figure.
         max_depth: levels of nested operators to draw in each lane.
         title: the title; None for no title.
@@ -91,7 +91,7 @@ def plot_timeline(
     axes.set_xlim(0.0, length)
     axes.set_ylim(rows - 0.3, -0.6)
     colors = {bar.category: _COLORS.get(bar.category, _COLORS["other"]) for bar in bars}
-    # An annotation is a name, and no work.
+    # An annotation is only a name, and no work.
     work = {lane: [e for e in events if e.lane == lane and "annotation" not in e.category] for lane in lanes}
     labels = [f"{lane}\n{busy_us(work[lane]) / length / 10:.0f}% busy" for lane in lanes]
     axes.set_yticks([tops[lane] + depth / 2 - 0.5 for lane, depth in lanes.items()], labels=labels, fontsize=8.5)
@@ -107,7 +107,7 @@ def plot_timeline(
 
 
 def _events(given: Any) -> list[TraceEvent]:
-    """Return the events by their start, read from a trace file or a profile if that was given."""
+    """Return events in the order of their starts, from events, a profile or the path of a trace."""
     from utils.benchmark.profiling import TraceEvent, read_trace
 
     if isinstance(given, str | PathLike) or hasattr(given, "key_averages"):
@@ -123,13 +123,13 @@ def _events(given: Any) -> list[TraceEvent]:
 
 
 def _nest(events: list[TraceEvent]) -> list[_Bar]:
-    """Return the bars with their depths: an event that starts inside another event of its lane is one level deeper."""
+    """Return bars with their depths: an event that starts inside an event of its lane is one level deeper."""
     bars: list[_Bar] = []
-    stacks: dict[str, list[float]] = {}  # of each lane: when the last bar of each level ends
+    stacks: dict[str, list[float]] = {}  # {lane: end of the last bar of each level}
     for event in events:
         start, end = ((at - events[0].start_us) / 1e3 for at in (event.start_us, event.end_us))
         stack = stacks.setdefault(event.lane, [])
-        # Concurrent bars keep their levels: a level is free again when its own bar has ended.
+        # Concurrent bars keep their levels: a level is free again when its bar has ended.
         depth = next((i for i, until in enumerate(stack) if until <= start + 1e-9), len(stack))
         if any(until > start + 1e-9 for until in stack[depth:]):
             depth = len(stack)
@@ -141,7 +141,7 @@ def _nest(events: list[TraceEvent]) -> list[_Bar]:
 def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, str]) -> None:
     from matplotlib.collections import PolyCollection
 
-    ax.get_figure(root=True).draw_without_rendering()  # the names of the lanes take room from the bars
+    ax.get_figure(root=True).draw_without_rendering()  # find the room beside the names of the lanes
     low, high = ax.get_xlim()
     pixel = (high - low) / ax.bbox.width
     for category, color in colors.items():
@@ -150,7 +150,7 @@ def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, s
         for bar in members:
             y = tops[bar.lane] + bar.depth
             corners.append([(bar.start, y - 0.44), (bar.end, y - 0.44), (bar.end, y + 0.44), (bar.start, y + 0.44)])
-        # A white edge separates neighbours; on a bar of a few pixels the edge would cover everything.
+        # A white edge separates neighbours, but it would cover a bar of a few pixels.
         edges = ["white" if bar.end - bar.start > 4 * pixel else color for bar in members]
         ax.add_collection(
             PolyCollection(corners, facecolors=color, edgecolors=edges, linewidths=0.5, zorder=3), autolim=False
@@ -167,7 +167,7 @@ def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, s
 
 
 def _short(name: str) -> str:
-    """Shorten the name of a kernel or operator: no return type, namespaces, template arguments or call arguments."""
+    """Return the name of a kernel or operator without return type, namespaces, template arguments and call arguments."""
     bare = re.sub(r"[<(\[].*", "", name).strip()
     bare = bare.split(" ")[-1].split("::")[-1] if "::" in bare and not bare.startswith("aten::") else bare
     return bare or name

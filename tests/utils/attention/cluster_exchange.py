@@ -1,7 +1,7 @@
-"""What the programs of a cluster send each other (`decode/inbox.py`), for the simulator, which runs one program after another.
+"""Simulate what the programs of a cluster send each other (`decode/inbox.py`): the simulator runs one program after another.
 
 The grid runs twice. In the first run every program sends, and finds nothing in its inbox; in the second one it finds what the others
-sent in the first, and must have got the bytes that its barrier expects, each place once. What the two runs send must be the same.
+sent in the first, and must have got the bytes that its barrier expects, each place once. Both runs must send the same.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from utils import gluon_cpu
 from utils.gluon_cpu import context, interpreter, known, ptx
 from utils.gluon_cpu.tensors import Tensor, to_tensor
 
-BARRIER = 4096  # its address in each program; the inbox stands 16 bytes behind it
+BARRIER = 4096  # its address in each program; the inbox begins 16 bytes after it
 
 
 class Inbox:
-    """Shared memory of one program: numbers by their addresses, and how many bytes its barrier expects."""
+    """Shared memory of one program: numbers by their addresses, and the number of bytes that its barrier expects."""
 
     def __init__(self) -> None:
         self.numbers: dict[int, np.float32] = {}
@@ -38,7 +38,7 @@ class Exchange:
         self.others = known.TABLE[gl.inline_asm_elementwise]
 
     def inbox(self, rank: int | None = None) -> Inbox:
-        """The inbox of a program of the running one's cluster, by default its own."""
+        """Return the inbox of a program in the cluster of the running program, by default the running program's own."""
         x, *rest = context.program().ids
         number = x // self.parts * self.parts + (x % self.parts if rank is None else rank)
         return self.inboxes.setdefault((number, *rest), Inbox())
@@ -63,16 +63,14 @@ class Exchange:
             return Tensor(BARRIER, gl.int32)
         if "barrier.cluster.wait.acquire" in text and "mov.u32 $0, 0" not in text:  # `join`
             return Tensor(BARRIER + 16, gl.int32)
-        if (
-            "barrier.cluster" in text or "mbarrier.try_wait" in text
-        ):  # each finds all that it waits for, in the second run
+        if "barrier.cluster" in text or "mbarrier.try_wait" in text:  # in the second run there is nothing to wait for
             return Tensor(0, gl.int32)
         return self.others(asm, constraints, args, dtype, is_pure, pack)
 
     def _send(self, text: str, args: list[Tensor], pack: int) -> Tensor:
         at, owner, barrier, *numbers = (np.broadcast_to(x.data, args[0].data.shape) for x in args)
         assert (barrier == BARRIER).all()
-        if pack == 2:  # neighbours go together, with the first one's address
+        if pack == 2:  # two neighbours are sent together, to the first one's address
             assert (at[..., 1::2] == at[..., ::2] + 4).all() and (owner[..., 1::2] == owner[..., ::2]).all()
             at, owner, numbers = at[..., ::2], owner[..., ::2], [numbers[0][..., ::2], numbers[0][..., 1::2]]
         assert (".v2.f32" in text) == (len(numbers) == 2) and not (at % (4 * len(numbers))).any()
@@ -94,7 +92,7 @@ class Exchange:
 
         def read(offset: int) -> Tensor:
             numbers = self.inbox().numbers
-            # What nobody sends, of rows that do not exist, is nan: where it mattered, it would be seen in the output.
+            # Nobody sends numbers of rows that do not exist. They are nan: a use of them would show in the output.
             get = (lambda x: numbers.get(int(x), np.float32("nan"))) if self.second else (lambda x: np.float32(0))
             values = np.array([get(x + offset) for x in places.ravel()], np.float32).reshape(places.shape)
             return Tensor(values, gl.float32, address.layout)
@@ -104,7 +102,7 @@ class Exchange:
         grouped = places.reshape(-1, width)
         assert (
             grouped == grouped[:, :1] + 4 * np.arange(width)
-        ).all()  # a load for neighbours has the first one's address
+        ).all()  # one load at the first address reads the neighbours, too
         return read(0)
 
 
@@ -114,7 +112,7 @@ def clusters_simulated(parts: int, seed: int | None = None) -> Iterator[Exchange
     exchange = Exchange(parts)
     functions = [f for f, meaning in known.TABLE.items() if meaning is ptx.inline_asm_elementwise]
     try:
-        interpreter._resolved.clear()  # what these functions meant before is kept there
+        interpreter._resolved.clear()  # it keeps the former meanings of these functions
         known.TABLE.update(dict.fromkeys(functions, exchange))
         with gluon_cpu.simulate(seed=seed):
             yield exchange

@@ -4,7 +4,7 @@ import torch
 
 
 def random_cache(batch, kv_heads, slots, head_dim, dtype=torch.float32, seed=0, page=None, fill=float("nan")):
-    """Draw k, v, lengths and a block table (None without a page); what lies behind a sequence's end is `fill`."""
+    """Draw k, v, lengths and a block table (None without a page); after a sequence's end there is `fill`."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, slots + 1, (batch,), generator=generator, dtype=torch.int32)
     lengths[0] = slots
@@ -29,7 +29,7 @@ def random_cache(batch, kv_heads, slots, head_dim, dtype=torch.float32, seed=0, 
 
 
 def other_table(pages, filled, page, like):
-    """Draw a block table like `like` over so many pages for lengths `filled`; what stands behind a sequence's last page is no page."""
+    """Draw a block table shaped like `like`, for lengths `filled`; after a sequence's last page no entry is a page."""
     table = torch.randperm(pages)[: like.numel()].int().view(like.shape)
     for own, length in zip(table, filled, strict=True):
         own[-(-length // page) :] = 10**6

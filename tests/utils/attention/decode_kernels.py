@@ -1,4 +1,4 @@
-"""A kernel for the tests of decode: where the blocks of each program begin."""
+"""A kernel for the tests of decode: it stores where the blocks of each program begin."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -2,6 +2,6 @@
 
 
 def relative_error(x, expected):
-    """The norm of the difference over that of the expected tensor; where that is zero, the largest element of x."""
+    """Return the norm of the difference, divided by the norm of the expected tensor; if that is zero, the largest element of x."""
     norm = expected.norm()
     return ((x.double() - expected).norm() / norm).item() if norm > 1e-12 else x.double().abs().max().item()

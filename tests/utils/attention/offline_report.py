@@ -59,7 +59,7 @@ def hot_loop(sass: str) -> list[str]:
         jump = re.search(r"BRA.*?`\((\.L_x_\d+)\)", text)
         if jump and labels.get(jump.group(1), end) < end:
             body = code[labels[jump.group(1)] : end + 1]
-            # Retries of a barrier's wait stand behind the kernel and jump back into the loop: those are no loops.
+            # The retries of a wait for a barrier follow the kernel and jump back into the loop: they are no loops.
             if not any("EXIT" in x or "USETMAXREG" in x for x in body) and any("MUFU.EX2" in x for x in body):
                 loops.append(body)
     body = min((body for body in loops if any("HGMMA" in x for x in body)), key=len, default=[])

@@ -70,7 +70,7 @@ def test_reference_is_softmax_of_scaled_scores_row_by_row():
 
 def test_a_query_without_keys_is_zero():
     q, k, v = tensors(1, 1, 1, 5, 3, 8)
-    q[0, 0, 3] = math.nan  # a query of nan is no query without keys
+    q[0, 0, 3] = math.nan  # scores of nan must not be taken for a row without keys
     out, lse = reference(q, k, v, causal=True)
     assert (out[0, 0, :2] == 0).all() and torch.isinf(lse[0, 0, :2]).all() and torch.isfinite(lse[0, 0, [2, 4]]).all()
     for name in ("naive", "triton"):
@@ -249,7 +249,7 @@ def test_a_refusal_at_the_call_is_reported_or_passed_over(monkeypatch):
         raise Refused("not today.")
 
     refusing = dataclasses.replace(real, bind=bind)
-    monkeypatch.setattr(call, "KEPT", {})  # of earlier tests, which took the real backend
+    monkeypatch.setattr(call, "KEPT", {})  # earlier tests left decisions for the real backend
     monkeypatch.setattr(call, "find_backend", lambda name: refusing if name == "flash" else find_backend(name))
     q, k, v = tensors(1, 2, 2, 16, 16, 32)
     with pytest.raises(AttentionUnsupported, match="not today"):
@@ -446,7 +446,7 @@ def test_importing_attention_imports_no_triton():
 @pytest.mark.slow
 @pytest.mark.parametrize("shape, strides", [((1, 3, 20, 16), (0, 1 << 30, 16, 1)), ((1, 1, 3, 16), (0, 0, 1 << 30, 1))])
 def test_triton_reaches_heads_and_rows_beyond_32_bits(shape, strides):
-    """A process of its own, for the kernel read and wrote elsewhere. Most of these 4 GB of memory are never touched."""
+    """Run in another process, since a wrong kernel reads and writes elsewhere. Most of these 4 GB of memory are never touched."""
     pytest.importorskip("triton")
     code = f"""if True:
         import torch

@@ -68,7 +68,7 @@ def test_flex_computes_mask_and_modifier(name):
 
 @pytest.mark.parametrize(("size", "length"), [(64, 512), (192, 512), (256, 384), (256, 512)])
 def test_every_block_size_has_its_tile(size, length):
-    """Where the last block reaches behind the last key, memory that is not the sequence's is not attended to."""
+    """The last block may extend past the last key: what lies there must not be attended to."""
     q, k, v = tensors(length=length)
     call = prepare(q, k, v, mask_mod=documents(100), backend="flex", block_size=size)
     assert call.settings["block_size"] == (size, size) and error(call, documents(100)) < BF16_ERROR

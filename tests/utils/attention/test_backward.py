@@ -13,7 +13,7 @@ from utils.machine.device import offline_compile_support
 
 pytestmark = pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
 
-LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative error: 2^-9 and 2^-12 a rounding, a few of them
+LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative error: a few roundings of 2^-9 or 2^-12 each
 
 
 def tensors(batch, heads, kv_heads, sq, sk, head_dim, dtype, seed=0):
@@ -35,7 +35,7 @@ def run_backward(*given, seed=None, **options):
 
 
 def simulated(q, k, v, dout, seed=None, step=6, deterministic=False, **problem):
-    """Run a backward in the simulator: its gradients, and those of float64."""
+    """Run a backward in the simulator; return its gradients, and those of float64."""
     out, lse = reference(q, k, v, **problem)
     options = {"seed": seed, "step": step, "deterministic": deterministic}
     gradients = run_backward(dout, q, k, v, out.to(q.dtype), lse.float(), **options, **problem)
@@ -66,7 +66,7 @@ def test_the_deterministic_mode_matches_float64(head_dim):
     check(*simulated(q, k, v, dout, causal=True, deterministic=True), torch.float16)
 
 
-# A negative factor turns the order of the scores around.
+# A negative scale reverses the order of the scores.
 PROBLEMS = [{"causal": True, "window": 40}, {"window": 30}, {"scale": -0.3}, {"scale": 0.0}, {}]
 
 
@@ -89,7 +89,7 @@ def test_masked_tiles_beside_others(problem, keys, head_dim):
 
 @pytest.fixture
 def few_processors(monkeypatch):
-    """Let a GPU have few SMs, and cut all blocks but a few into pieces."""
+    """Return a function that gives the GPU few SMs and cuts all blocks but the first few into pieces."""
     from utils.attention.gluon.backward import arguments, launch
     from utils.attention.gluon.backward.order import Order, blocks_of
 
@@ -112,7 +112,7 @@ def test_random_shapes(few_processors, seed):
     """Tails, blocks that no query sees, groups, head dimensions between the tile's widths, in any order of the roles."""
     rng = random.Random(seed)
     head_dim = rng.choice((40, 64, 64, 80, 96, 128, 128, 160, 256))
-    # Each tile is somebody's, and once.
+    # Every tile must be computed exactly once, whoever does it.
     few_processors(rng.choice((1, 2, 3, 7, 20)), rng.randrange(4), rng.choice((1, 2, 3, 5, 8)))
     kv_heads, group = rng.choice(((1, 1), (2, 1), (1, 3)))
     sq, sk = rng.choice((1, 63, 130, 257, 520)), rng.choice((1, 65, 128, 300, 700))
@@ -134,7 +134,7 @@ def test_strided_tensors(step):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_output_and_statistics_of_another_layout(deterministic):
-    """The sum of dO * O reads rows: an output whose columns are apart, and a log-sum-exp in fp64, gave other gradients."""
+    """The sum of dO * O needs contiguous rows: an output with distant columns, or an fp64 log-sum-exp, gave wrong gradients."""
     q, k, v, dout = tensors(1, 1, 1, 70, 90, 64, torch.bfloat16)
     out, lse = reference(q, k, v)
     out = out.to(q.dtype).transpose(2, 3).contiguous().transpose(2, 3)
@@ -216,7 +216,7 @@ SHARED = [
 )
 @pytest.mark.parametrize("deterministic", slow_but_first([False, True]))
 def test_programs_share_blocks(few_processors, case, deterministic):
-    """Five SMs and 24 blocks of keys: a program begins and ends inside of blocks, and has others as a whole."""
+    """Five SMs and 24 blocks of keys: a program begins and ends in the middle of blocks, and computes others completely."""
     head_dim, problem, cut = case
     few_processors(5, *cut)
     q, k, v, dout = tensors(1, 4, 2 if head_dim == 256 else 4, 300, 700, head_dim, torch.bfloat16)
@@ -235,7 +235,7 @@ def draw_shape(rng):
 
 
 def test_a_hundred_shapes_compile_at_most_twelve_kernels():
-    """A kernel is compiled for its constants, types and boxes; whatever else differs is an argument like any other."""
+    """Kernels are compiled for their constants, types and boxes; everything else is a run-time argument."""
     from utils.attention.gluon.backward.arguments import Gradients, kernel_of, launches
     from utils.attention.gluon.backward.order import best_order, blocks_of
     from utils.attention.gluon.backward.plan import plan_for, span
@@ -276,7 +276,7 @@ def test_what_lies_between_launches_has_places_that_do_not_overlap(step):
 
 
 def test_a_pass_is_launched_again_on_the_tensors_of_the_call(monkeypatch):
-    """Kept by layout; what TMA cannot address is copied, and the copy's layout counts."""
+    """Launches are kept by the layout of the tensors; for a tensor that TMA cannot address, by the layout of its copy."""
     from utils.attention.gluon.backward import launch
 
     q, k, v, dout = tensors(1, 4, 2, 130, 300, 64, torch.bfloat16)
@@ -351,7 +351,7 @@ COMPILED = [(3, 128, False), (6, 64, False), (6, 80, False), (6, 128, False), (6
 
 @pytest.mark.slow
 def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
-    """A process of its own: a wrong kernel can end it."""
+    """Run in another process, since a wrong kernel can end it."""
     import json
     import subprocess
     import sys
@@ -370,15 +370,15 @@ def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == len(COMPILED) and not done.returncode, done.stderr[-2000:]
-    assert rows[2][2] < 0.82 * rows[3][2]  # of 80 columns, S^T and dP^T have 5 of 8 products
+    assert rows[2][2] < 0.82 * rows[3][2]  # with 80 columns, S^T and dP^T need 5 of 8 products
     for (step, head_dim, deterministic), row in zip(COMPILED, rows, strict=True):
         by_tma, by_threads, products, shared, warnings, covered, exponentials, narrow = row
         assert products and shared <= 227 * 1024
         assert narrow == (8 if head_dim == 80 else 0)  # four products of dV and four of dK
         assert warnings == []  # ptxas warns where it has to serialize wgmma
         adds = head_dim < 256 and not deterministic
-        assert (bool(by_tma), bool(by_threads)) == (adds and step == 6, adds)  # by threads dQ, or pieces' dK and dV
+        assert (bool(by_tma), bool(by_threads)) == (adds and step == 6, adds)  # threads add dQ, or dK and dV of pieces
         assert covered == []
         if step == 6 and head_dim < 256:
-            # Of 64 or 32 exponentials of a thread a quarter are polynomials.
+            # A thread has 64 or 32 exponentials; a quarter of them are polynomials.
             assert exponentials == (48 if head_dim == 64 else 24)

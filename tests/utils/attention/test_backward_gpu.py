@@ -74,7 +74,7 @@ def test_each_step_matches_float64(step, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_probabilities_near_zero_and_rows_without_keys(head_dim, causal):
-    """2^x of scores hundreds below the greatest, and of minus infinity, also where it is a polynomial."""
+    """Scores hundreds below the greatest, and of minus infinity: the polynomial for 2^x has to give zero, too."""
     from utils.attention.gluon.backward.launch import backward
     from utils.attention.gluon.launch import forward
 
@@ -126,7 +126,7 @@ def test_training_goes_through_the_door(way):
     assert last_run().backend == "gluon"
 
 
-@pytest.mark.parametrize("shape", [(2, 12, 3, 1, 640, 128), (1, 4, 4, 128, 4096, 256)])  # at 256 dQ's keys are cut
+@pytest.mark.parametrize("shape", [(2, 12, 3, 1, 640, 128), (1, 4, 4, 128, 4096, 256)])  # at 256 the keys are cut
 def test_few_queries_over_more_keys_have_gradients(shape):
     q, k, v, dout = draw(*shape, torch.bfloat16)  # without gradients, the decode kernel takes these
     check(torch.autograd.grad(attention(q, k, v, backend="gluon"), (q, k, v), dout), q, k, v, dout)

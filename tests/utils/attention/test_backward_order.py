@@ -11,10 +11,10 @@ from utils.attention.gluon.backward.order import (
     Order,
     best_order,
     blocks_of,
-    in_order,
     list_schedule,
     query_tiles,
     schedule_tiles,
+    tiles_in_order,
 )
 from utils.attention.gluon.backward.plan import plan_for, span
 
@@ -26,7 +26,7 @@ def blocks_at(batch, heads, kv_heads, length, head_dim, causal, sms=132):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_tiles_are_those_that_hold_a_pair_which_the_mask_allows(seed):
-    """All pairs of a query and a key, one by one: a tile between the first and the last that see a block is walked over."""
+    """Checked pair by pair; all tiles between the first and the last that see a block are counted."""
     rng = random.Random(seed)
     sq, sk, block_m, block_n = rng.randint(1, 60), rng.randint(1, 60), rng.choice((4, 8)), rng.choice((4, 8))
     causal, window = rng.random() < 0.5, rng.choice((0, 1, 3, 17))
@@ -44,19 +44,19 @@ def test_tiles_are_those_that_hold_a_pair_which_the_mask_allows(seed):
 
 
 def test_a_section_of_one_head_left_over_is_what_cost_a_third():
-    """2 x 8 x 4128 causal: 15 heads of 64 columns fit in the L2, and the sixteenth began when the others ended."""
+    """2 x 8 x 4128, causal: 15 of 16 heads fit in the L2, and the last one, a section of its own, began when the others ended."""
     blocks = blocks_at(2, 8, 8, 4128, 64, True)
     assert blocks.fit == 15
     before = schedule_tiles(blocks, Order(15, blocks.count))
     chosen = best_order(blocks)
     assert chosen.section == 8
     assert before > 1.3 * schedule_tiles(blocks, chosen)
-    assert schedule_tiles(blocks, chosen) < 1.1 * sum(in_order(blocks, chosen.section)) / blocks.sms
+    assert schedule_tiles(blocks, chosen) < 1.1 * sum(tiles_in_order(blocks, chosen.section)) / blocks.sms
 
 
 @pytest.mark.parametrize(("count", "pieces"), [(2048, True), (300, True), (8, True), (132, False), (135, True)])
 def test_the_last_round_is_cut_where_that_ends_earlier(count, pieces):
-    """2048 blocks on 132 SMs are fifteen rounds and 68 blocks."""
+    """2048 blocks on 132 SMs, for example, are fifteen full rounds and one of 68 blocks, which is cut."""
     blocks = Blocks((256,) * count, 1, 1, count, 132)
     order = best_order(blocks)
     assert order.whole == (count - count % 132 if pieces else count)

@@ -26,7 +26,7 @@ from utils.kernels.offline import BLACKWELL, BLACKWELL_ULTRA, compile_gluon
 
 
 def errors(module, batch, heads, kv_heads, sq, sk, head_dim, causal, dtype=torch.float16, seed=None):
-    """The errors of the output, relative, and of the log-sum-exp, against float64."""
+    """Return the relative error of the output and the largest error of the log-sum-exp, against float64."""
     torch.manual_seed(1)
     q = torch.randn(batch, heads, sq, head_dim).to(dtype)
     k, v = (torch.randn(batch, kv_heads, sk, head_dim).to(dtype) for _ in "kv")
@@ -61,16 +61,14 @@ BUGS = {
         "        mbarrier.arrive(bars.p_full.index(TILE), count=1)\n        p_view.store(gl.convert_layout(p.to(dtype), narrow))\n",
     ),
     "O is used while it is rescaled": ("            mbarrier.wait(bars.o_ready.index(tile), i & 1)\n", ""),
-    "O is rescaled while it is added to": ("                mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)\n", ""),
-    "the scores are read while they are computed": ("        mbarrier.wait(bars.s_full.index(TILE), i & 1)\n", ""),
+    "O is rescaled while it is added to": ("mbarrier.wait(bars.o_done.index(tile), (i - 1) & 1)", "pass"),
+    "the scores are read while they are computed": ("mbarrier.wait(bars.s_full.index(TILE), i & 1)", "pass"),
     "V's slot is free when its product is issued": (
         "        tcgen05_commit(bars.v_empty.index(slot))\n",
         "        mbarrier.arrive(bars.v_empty.index(slot), count=1)\n",
     ),
     "V's slot is never free": ("        tcgen05_commit(bars.v_empty.index(slot))\n", ""),
-    "no fence before the output leaves": (
-        "        fence_async_shared()  # stored by threads, read by the store partition's TMA: without it TMA may read Q\n", "",
-    ),
+    "no fence before the output leaves": ("fence_async_shared()  # threads store the output", "pass  #"),
 }  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def test_an_fp8_cache_has_a_scale_for_each_head(page):
     arguments = {"seqlens": lengths, "block_table": table, "kv_scales": scales}
     out = attention_decode(q, k, v, **arguments)
     assert relative_error(out, decode_reference(q, k, v, **arguments)) < 1e-5
-    # The scales once more, by hand: the second head of keys is the query heads 2 and 3.
+    # Apply the scales by hand: query heads 2 and 3 read the second head of keys.
     plain = attention_decode(q, 3.0 * k.float(), 0.1 * v.float(), seqlens=lengths, block_table=table)
     assert relative_error(out[:, 2:], plain[:, 2:].double()) < 1e-5
 
@@ -113,7 +113,7 @@ def test_wrong_arguments_are_named(change, error, says):
 
 
 def draw_shape(rng: random.Random, *, fp8: bool = False) -> Shape:
-    """Draw a call: half of them with lengths, half of these in pages, one in eight with a window."""
+    """Draw a call: in half of the calls there are lengths, in half of these pages, in one of eight a window."""
     while True:
         lengths, paged = rng.choice(((False, False), (False, False), (True, False), (True, True)))
         found = Shape(
@@ -133,7 +133,7 @@ def draw_shape(rng: random.Random, *, fp8: bool = False) -> Shape:
 
 
 def test_drawn_shapes_need_sixteen_kernels_at_most():
-    """A kernel is compiled for its plan and for the type of its tensors alone; one more adds up parts."""
+    """Kernels are compiled for their plan and the type of their tensors, nothing else; one more adds up parts."""
     rng = random.Random(0)
     assert len({arrange(draw_shape(rng), 132).plan for _ in range(5000)}) <= 16
     with_fp8 = {arrange(draw_shape(rng, fp8=True), 132).plan for _ in range(500)}
@@ -173,28 +173,28 @@ def test_what_is_chosen_fits_the_call():
     [
         (Shape(1, 8, 4, 1, 8192, 128), 64, 8, False),  # one sequence: half of the SMs in clusters
         (Shape(1, 8, 4, 16, 2048, 128), 64, 8, False),
-        (Shape(1, 8, 4, 16, 32768, 128), 132, 0, False),  # longer, and all SMs are faster
-        (Shape(1, 8, 4, 1, 131072, 128), 64, 8, False),  # but for few rows
+        (Shape(1, 8, 4, 16, 32768, 128), 132, 0, False),  # more keys: all SMs together are faster
+        (Shape(1, 8, 4, 1, 131072, 128), 64, 8, False),  # except for few rows
         (Shape(1, 1, 4, 8, 32768, 256), 66, 0, False),  # the parts of one head, from half of the SMs
         (Shape(1, 2, 2, 4, 1600, 128), 32, 16, False),  # few bytes for each of few programs of a cluster
         (Shape(1, 4, 2, 1, 116800, 128), 132, 0, False),  # four heads too long for clusters of sixteen
         (Shape(1, 4, 4, 3, 256, 128), 8, 2, False),  # no more programs than blocks
-        (Shape(4, 8, 4, 1, 1024, 128, lengths=True), 64, 2, False),  # short enough that all wait for the longest
+        (Shape(4, 8, 4, 1, 1024, 128, lengths=True), 64, 2, False),  # short, so all may wait for the longest
         (Shape(4, 8, 4, 1, 8192, 128, lengths=True), 132, 0, False),
         (Shape(8, 8, 4, 1, 8192, 128), 128, 2, False),
         (Shape(16, 8, 8, 1, 8192, 128), 128, 0, True),  # nearly as many heads as SMs
         (Shape(24, 8, 4, 1, 2048, 128), 192, 0, True),
-        (Shape(16, 8, 1, 1, 512, 128, lengths=True), 128, 0, True),  # short, and one a program
-        (Shape(32, 8, 8, 16, 512, 128, lengths=True), 256, 0, True),  # more of them than SMs
-        (Shape(2, 8, 4, 1, 4096, 128, page=16, lengths=True), 264, 0, False),  # small pages: two programs an SM
-        (Shape(1, 2, 8, 16, 5632, 80, window=1024), 33, 0, False),  # two tiles of a head, which are as wide as 128
+        (Shape(16, 8, 1, 1, 512, 128, lengths=True), 128, 0, True),  # short: each program takes one head
+        (Shape(32, 8, 8, 16, 512, 128, lengths=True), 256, 0, True),  # more heads than SMs
+        (Shape(2, 8, 4, 1, 4096, 128, page=16, lengths=True), 264, 0, False),  # small pages: two programs on each SM
+        (Shape(1, 2, 8, 16, 5632, 80, window=1024), 33, 0, False),  # two tiles of rows for each head, of width 128
     ],
     ids=str,
 )
 def test_who_shares_a_cache(shape, programs, parts, whole):
     found = arrange(shape, 132)
     assert (found.programs, found.parts, found.whole) == (programs, parts, whole)
-    assert found.merged == (not parts and not whole)
+    assert found.needs_merge == (not parts and not whole)
 
 
 def test_sizes_out_of_range_are_named():
@@ -230,14 +230,14 @@ CASES = {  # tile; sequences, heads, heads of keys, new tokens, keys, head dimen
 
 
 def tile_of(kind: str, head_dim: int, rows: int, page: int | None) -> Plan:
-    """Return the tile of a kind for so many rows; with the boxes of a small page."""
+    """Return the tile of a kind for so many rows, with boxes as small as the pages."""
     tiles = [plan for key, plan in TILES.items() if key[:2] == (kind, head_dim)]
     plan = next((plan for plan in tiles if plan.columns >= rows), tiles[-1])
     return replace(plan, box=16) if page and page < 64 else plan
 
 
 def draw_call(sizes, filled, dtype=torch.bfloat16):
-    """Draw q, k, v, lengths and block table; behind a sequence's last key are nan, and pages that are none."""
+    """Draw q, k, v, lengths and block table; after a sequence's last key there are nan, and numbers of no page."""
     batch, heads, kv_heads, sq, keys, head_dim, page = sizes
     k, v, _, table = random_cache(batch, kv_heads, keys, head_dim, dtype, len(str(sizes)), page, fill=0.5)
     lengths = None if filled is None else torch.tensor(filled, dtype=torch.int32)
@@ -319,7 +319,7 @@ def test_each_program_of_a_cluster_gets_what_it_expects_and_adds_it_up(tile, siz
     q, k, v, lengths, table = draw_call(sizes, filled)
     found = Arrangement(TILES[tile], sizes[0] * sizes[2] * parts, parts=parts)
     launch = Launch(q, k, v, True, 0.1, 0, filled is not None, table, found)
-    # Triton's launcher multiplies the grid by the size of a cluster; here the programs of a cluster are neighbours.
+    # Triton's launcher multiplies the grid by the size of a cluster; in the simulator a cluster is a row of neighbouring programs.
     launch.grid = (launch.grid[0] * parts, *launch.grid[1:])
     with clusters_simulated(parts, seed=len(str(sizes))) as exchange:
         launch(q, k, v, lengths, table)
@@ -330,7 +330,7 @@ def test_each_program_of_a_cluster_gets_what_it_expects_and_adds_it_up(tile, siz
 
 
 def check_drawn(seed: int, monkeypatch) -> tuple:
-    """Compare a drawn call with float64, on a made-up GPU so small that programs share heads and walk over several."""
+    """Compare a drawn call with float64, on a made-up GPU so small that programs share heads and compute several of them."""
     from utils import gluon_cpu
     from utils.attention.gluon.decode import launch as decode_launch
 
@@ -406,7 +406,7 @@ for key, box in COMPILED:
 assert assembled
 print(json.dumps(reports))
 """
-# All tiles but those of fp8, of which some; some with pages of 16 tokens too; and the merge.
+# All tiles of 16-bit types, three of the fp8 tiles, some of either also with pages of 16 tokens; and the merge.
 COMPILED = [
     *((key, 64) for key in TILES if key[0] != "fp8"),
     (("rows", 256, 1), 16),
@@ -430,11 +430,11 @@ def assemblies():
 def test_the_assembly_is_what_the_plan_says(assemblies, key, box):
     spill, shared, wgmma, policies, copies, sends, covered, overlap, beside, warnings = assemblies[key, box]
     plan = replace(TILES[key], box=box) if key in TILES else None
-    # The operand, output and scores of the largest fp8 tiles fill the registers: numbers that are used once a head leave theirs.
+    # The operand, output and scores of the largest fp8 tiles fill the registers: numbers that are used once for each head are spilled.
     full = plan and plan.fp8 and (plan.block_d == 256 or plan.block_d * plan.columns == 128 * 64)
     assert spill <= (64 if key[2:] == (2,) else 240 if full else 0)
     assert covered == warnings == 0 and overlap == 1
-    if key[0].startswith("rows"):  # half of a block's exponentials beside the product with V
+    if key[0].startswith("rows"):  # half of a block's exponentials run during the product with V
         assert beside >= plan.block_n // 4
     if plan:
         assert plan.shared_bytes <= shared <= plan.shared_bytes + 4608 and wgmma >= 8

@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Without a seed a test's draws depend on the tests that ran before it in its process, and a failure is not repeated."""
+    """Seed torch: otherwise a test's draws would depend on the tests before it, and a failure could not be repeated."""
     torch.manual_seed(0)
 
 
@@ -45,7 +45,7 @@ def test_random_lengths_pages_and_windows(seed):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_full_caches_row_by_row(seed):
-    """Without lengths the host chooses among all kernels; each row of some sequences has an error of its own."""
+    """Without lengths the host chooses among all kernels; in some sequences the error of each row is checked."""
     rng = random.Random(1000 + seed)
     dtype, fp8 = rng.choice((torch.bfloat16, torch.float16)), rng.random() < 0.2
     while True:
@@ -54,7 +54,7 @@ def test_random_full_caches_row_by_row(seed):
         head_dim, keys = rng.choice((64, 128, 128, 128, 256, 80)), rng.choice((70, 512, 700, 1024, 2048, 4100, 9000))
         if seed % 4 == 0:  # what clusters take
             batch, kv_heads, group, head_dim = rng.choice((1, 1, 2, 8)), 8, min(group, 4), 128
-        elif seed % 4 == 1:  # whole heads, several an SM, with query rows as rows
+        elif seed % 4 == 1:  # whole heads, several for each SM, with query rows as the rows of the product
             batch, kv_heads, group, head_dim = rng.choice((66, 132)), rng.choice((4, 8)), rng.choice((4, 8)), 128
         if keys >= sq and batch * kv_heads * keys * head_dim < 1 << 26 and batch * kv_heads * group * sq < 1 << 16:
             break
@@ -93,7 +93,7 @@ def test_the_door_takes_the_decode_kernel_for_few_queries(sq):
 @pytest.mark.parametrize("page", [None, 16, 64, 256])
 @pytest.mark.parametrize(("batch", "keys"), [(1, 8192), (5, 4096), (8, 9216), (2, 17408)])
 def test_lengths_that_differ_also_in_a_graph(batch, keys, page, filled):
-    """Clusters of a sequence, single clusters, and shares of all; with and without the policy for the L2."""
+    """Many clusters, single ones, and programs that share all sequences; with and without the policy for the L2."""
     k, v = (torch.randn(batch, 8, keys, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")
     table = None
     if page:
@@ -120,7 +120,7 @@ def test_lengths_that_differ_also_in_a_graph(batch, keys, page, filled):
 
 
 def test_clusters_stay_right_beside_other_work():
-    """What programs of a cluster send each other was once lost while other processes used the GPU: many calls, on two streams."""
+    """Many calls on two streams: messages within a cluster were once lost while other processes used the GPU."""
     cases = []
     for kv_heads, group, sq, keys in ((8, 4, 1, 2200), (8, 4, 16, 3060), (4, 4, 2, 5100), (32, 1, 1, 1000)):
         q = torch.randn(1, kv_heads * group, sq, 128, device="cuda", dtype=torch.bfloat16)

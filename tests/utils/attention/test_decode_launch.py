@@ -1,4 +1,4 @@
-"""The host side of a decode call: what is kept from one call to the next, what is handed to the launcher, where it runs."""
+"""The host side of a decode call: what is kept for the next call, what the launcher gets, on which device it runs."""
 
 import collections
 import contextlib
@@ -19,7 +19,7 @@ from utils.machine.device import Support
 @pytest.mark.parametrize("lengths", [None, [100, 3]])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_window_beyond_32_bits_sees_everything(window, lengths, causal):
-    """A position and such a window do not add up in 32 bits: all keys were masked, or a loop did not end."""
+    """The sum of a position and such a window overflowed 32 bits: all keys were masked, or a loop did not end."""
     pytest.importorskip("triton", reason="the simulator needs Triton for the language")
     from utils import gluon_cpu
 
@@ -57,7 +57,7 @@ def test_a_cache_without_pages_is_named():
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What Triton compiles, as far as copies of it read it."""
+    """Return what Triton compiles, with the attributes that an adapted copy of it reads."""
     from utils.kernels import assembling
 
     monkeypatch.setattr(assembling, "assemble", lambda ptx: b"")
@@ -72,7 +72,7 @@ def cluster_launch(keys):
 
 
 def test_a_cache_that_grows_has_one_adapted_kernel(compiled):
-    """Each length has a launch. Without that, each had a kernel of its own, assembled and loaded, and never unloaded."""
+    """Each length has a launch of its own; if each had a kernel of its own, too, all would stay loaded."""
     first = cluster_launch(4000)._adapt(compiled)
     assert first is cluster_launch(4001)._adapt(compiled) and first.module is None and compiled.module == "loaded"
     assert first.metadata.shared == ALONE_BYTES > compiled.metadata.shared == 70000
@@ -86,7 +86,7 @@ def test_queries_whose_rows_have_no_one_distance_are_copied():
         return tuple(Launch(x, k, k, True, 0.1, 0, False, None).copies for x in (q, q.contiguous()))
 
     assert copies(4, 3) == (True, False)
-    assert copies(4, 1) == copies(2, 3) == (False, False)  # one token, or one head in a group
+    assert copies(4, 1) == copies(2, 3) == (False, False)  # one token, or groups of one head
 
 
 class OnGpu(torch.Tensor):
@@ -190,7 +190,7 @@ def test_a_cache_that_starts_off_a_multiple_of_16_bytes_is_copied_each_time(laun
 
 @pytest.mark.parametrize("with_lengths", [False, True])
 def test_torch_compiles_a_call_that_was_never_made(with_lengths):
-    """How the backend is chosen cannot be traced; the decision of an eager call before had hidden that."""
+    """torch.compile cannot trace the choice of the backend; the decision of an earlier eager call had hidden that."""
     decode._decided.clear()
     torch._dynamo.reset()
     q, k, v = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16)

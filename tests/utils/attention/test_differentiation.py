@@ -32,7 +32,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", slow_but_first([*WAYS]))  # checkpoint and torch.compile import much
+@pytest.mark.parametrize("way", slow_but_first([*WAYS]))  # checkpoint and torch.compile import many modules
 def test_gradients_are_the_same_however_it_is_called(way):
     q, k, v = tensors()
     dout = torch.randn_like(q)

@@ -28,7 +28,7 @@ LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 251, 256, 383, 509, 5
 
 
 def rounding_error(q, k, v, expected, **options):
-    """The error of an exact kernel that rounds what every fused kernel rounds: 2^(scores - maximum), and the output."""
+    """Return the error of float64 in which only 2^(scores - maximum) and the output are rounded, as in every fused kernel."""
     problem = make_problem(q, k, v, **options)
     keep = allowed_keys(problem)
     group = problem.heads // problem.kv_heads
@@ -60,7 +60,7 @@ def random_case(rng, head_dim, causal, windowed, dtype):
         if kind == "rows first":  # (B, S, H, D) in memory
             return torch.randn(batch, s, h, d, device="cuda", dtype=dtype, generator=generator).transpose(1, 2)
         x = torch.randn(batch, h, s, d, device="cuda", dtype=dtype, generator=generator)
-        if kind == "slice of nan":  # whatever reads past the end of it spoils the result
+        if kind == "slice of nan":  # a read past its end makes the result nan
             whole = torch.full((batch, h, s + 200, d + 8), float("nan"), device="cuda", dtype=dtype)
             whole[:, :, 100 : 100 + s, :d] = x
             x = whole[:, :, 100 : 100 + s, :d]
@@ -110,7 +110,7 @@ def test_random_shapes_against_float64(head_dim, causal, windowed, dtype, monkey
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_few_tiles_over_many_keys(head_dim):
-    """The decode kernel takes them, with as many queries as it gets nowhere else."""
+    """The decode kernel computes them, with more queries than it gets from other calls."""
     rng = random.Random(head_dim)
     for heads, sq in ((1, 700), (4, 300), (8, 200), (20, 100)):
         causal, window, sk = rng.random() < 0.7, rng.choice((None, None, 3000)), rng.randint(4 * sq, 9000)
@@ -213,7 +213,7 @@ def test_torch_compile_sees_one_operator():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_sequences_of_any_length(head_dim, causal):
-    """Beyond the keys of the plan for short ones: rows and keys that are no multiples of a tile, and Sq != Sk."""
+    """More keys than the plan for short ones takes; numbers of rows and keys that are no multiples of a tile, and Sq != Sk."""
     from utils.attention.gluon.launch import forward
 
     torch.manual_seed(head_dim)
@@ -230,7 +230,7 @@ def test_long_sequences_of_any_length(head_dim, causal):
 
 
 def test_a_first_causal_call_inside_a_capture():
-    """The schedule of its tiles comes from the host, once: a captured copy of it would fail, or read what is gone."""
+    """The host copies the schedule of its tiles once: if that copy were captured, it would fail or read freed memory."""
     from utils.attention.gluon import step5_overlapped
 
     def draw(tokens):

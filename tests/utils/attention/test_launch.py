@@ -86,14 +86,14 @@ def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group, window):
     bits = (len(blocks) - 1).bit_length()
     assert sorted(tiles) == [head << bits | m for head in range(heads) for m in range(math.ceil(rows / 128))]
     loads = [sum(blocks[tile % (1 << bits)] for tile in program) for program in dealt]
-    assert max(loads) - sum(loads) / programs <= max(blocks)  # at worst one tile too many
+    assert max(loads) - sum(loads) / programs <= max(blocks)  # at most one tile more than the mean
     if len(tiles) > 1000:
         assert sum(loads) / programs / max(loads) > 0.97
 
 
 @pytest.mark.parametrize("batch, length", [(16, 1024), (8, 2048)])
 def test_sections_of_heads_follow_each_other_and_leave_no_program_behind(batch, length):
-    """At head dim 256, in sections of 16 MiB, the busiest program has 3% more than the mean; exchanges of tiles gained 0 to 2% of that."""
+    """At head dimension 256 and sections of 16 MiB the busiest program has 3% more work than the mean."""
     blocks = tile_blocks(plan_for(5, 256), length, length, True, 0)
     head_bytes = length * 256 * 4
     dealt = deal_tiles(blocks, batch * 8, 1, head_bytes, 132)
@@ -115,7 +115,7 @@ def test_tiles_without_number_are_dealt_in_turns_the_longest_first():
 
 @pytest.mark.parametrize("causal, window", [(True, 0), (True, 100), (False, 100), (False, 0)])
 def test_blocks_of_tiles_are_those_that_their_rows_see(causal, window):
-    """Counted key by key; a tile whose rows see no key has one block, in which all is masked."""
+    """Counted key by key; a tile whose rows see no key has one block, which is masked completely."""
     for head_dim, variant in ((64, ""), (64, "few"), (128, ""), (256, "")):
         plan = plan_for(5, head_dim, variant)
         for sq, sk in itertools.product((1, 64, 100, 192, 321, 512, 640), repeat=2):
@@ -146,13 +146,13 @@ def test_plans_fit_the_machine():
 
 VARIANTS = [  # variant; head dimension, causal, window, queries, keys, heads. Times: of an H200, in us
     *[("", 64, True, 0, n, n, 32 * 16384 // n) for n in (2048, 4096, 8192, 16384)],
-    ("few", 64, True, 0, 2944, 2944, 6),  # half as many tiles as programs: twice as long for the longest, 54 (cuDNN 37)
+    ("few", 64, True, 0, 2944, 2944, 6),  # half as many tiles as programs, the longest twice as long: 54 (cuDNN 37)
     *[(v, 64, True, 0, n, n, h) for v, n, h in (("few", 1408, 32), ("", 2447, 16))],  # 0.96 of the other's time
     *[("narrow", 64, True, 0, n, n, h) for n, h in ((768, 672), (557, 64))],  # 0.92 and 0.89 of that of "few"
     *[("four", 64, True, 0, n, n, h) for n, h in ((512, 1024), (1024, 512))],  # 0.90 and 0.93
     ("few", 64, False, 0, 1024, 1024, 16),  # 16.5, with one consumer 20.4
-    ("few", 64, False, 1024, 4096, 4096, 8),  # two rounds of either, so half as many rows more
-    ("", 64, False, 1024, 4096, 4096, 32),  # rounds of 12.5% more rows, each of which takes a sixth less
+    ("few", 64, False, 1024, 4096, 4096, 8),  # two rounds by either plan, so "few" has half as many rows
+    ("", 64, False, 1024, 4096, 4096, 32),  # 12.5% more rows in all rounds, but a sixth less time for each row
     *[("few", 64, True, w, n, n, 16) for w, n in ((256, 4096), (1024, 3000))],  # 0.85 and 0.96 of the other's time
     ("", 64, True, 4096, 5248, 5248, 64),  # few masks
     ("", 128, True, 0, 1024, 1024, 128),
@@ -160,7 +160,7 @@ VARIANTS = [  # variant; head dimension, causal, window, queries, keys, heads. T
     ("one", 256, False, 256, 1024, 1024, 8),  # 17.2, 22.5
     ("one", 64, True, 0, 896, 896, 8),  # 12.8, 15.6
     ("one", 128, True, 0, 3968, 3968, 4),  # two tiles of 64 rows for most programs: 40, one of 128 rows 50
-    ("", 128, True, 0, 1024, 4096, 16),  # no short tiles: the last queries see as good as all keys
+    ("", 128, True, 0, 1024, 4096, 16),  # no short tiles: all queries see most of the keys
     ("one", 128, False, 0, 1920, 1920, 2),
     *[("", d, False, 0, 1024, 1024, 128) for d in (128, 256)],
     ("three", 96, False, 0, 1228, 1228, 16),  # one round of 192 rows against two of 128
@@ -179,7 +179,7 @@ def test_which_plan_is_taken(variant, head_dim, causal, window, sq, sk, heads):
 @needs_triton
 @pytest.mark.parametrize(("windows", "most"), [(0.0, 21), (0.25, 26)])
 def test_a_hundred_shapes_compile_few_kernels(monkeypatch, windows, most):
-    """All that a kernel is compiled for, beside the dtype, are its plan and its case; the log-sum-exp is no kernel of its own."""
+    """Kernels are compiled for the dtype, the plan and the case, nothing else: not for whether the log-sum-exp is stored."""
     from utils.attention.gluon import step5_overlapped
 
     rng, kernels = random.Random(2026), set()
@@ -203,7 +203,7 @@ def test_a_hundred_shapes_compile_few_kernels(monkeypatch, windows, most):
 
 
 def test_the_plan_of_full_attention_is_the_faster_one():
-    """Within 0.6%, as an H200 measured (assets/results/h200/attention_tails.json); its small tiles are the record's "ahead"."""
+    """Within 0.6% of the faster time in assets/results/h200/attention_tails.json, where "ahead" are the small tiles."""
     for row in read_record(ROOT / "assets/results/h200/attention_tails.json")["tails"]:
         chosen = variant_for(64, False, 0, row["sq"], row["sk"], row["batch"] * row["heads"], 132)
         us = row["us"]
@@ -233,7 +233,7 @@ def test_a_kept_launch_gets_copies_of_such_inputs(monkeypatch):
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
     for q in (x, shifted):
         out, lse = launch.run_step(q, x, x, True, 0.1, 0, True, 5)
-    ((q, k, *_),) = made  # of the second call: the first one was launched
+    ((q, k, *_),) = made  # of the second call: the first one went to `launch`
     assert q.data_ptr() % 16 == 0 and torch.equal(q, x) and k is x and (out.shape, lse.shape) == (x.shape, (1, 2, 16))
     assert gluon._again(x, x, x, make_problem(x, x, x, causal=True, scale=0.1, with_lse=True)) in launch.KEPT.values()
     with pytest.raises(ValueError, match="multiple of 8"):
@@ -242,7 +242,7 @@ def test_a_kept_launch_gets_copies_of_such_inputs(monkeypatch):
 
 @pytest.mark.parametrize("head_dim, variant", [(64, ""), (64, "few"), (128, ""), (256, "")])
 def test_causal_rows_need_a_mask_in_their_last_block_alone(head_dim, variant):
-    """Checked key by key: behind the first block of a walk, every row sees every key that there is."""
+    """The walk begins with the last block: in all other blocks every row sees every key."""
     plan, offsets = plan_for(5, head_dim, variant), set()
     for sq, sk in itertools.product((1, 64, 100, 192, 321, 512, 640), repeat=2):
         offset = row_offset(True, sk - sq)
@@ -300,7 +300,7 @@ def test_only_a_short_last_round_is_shared():
 @needs_triton
 @pytest.mark.parametrize("capturing", [False, True])
 def test_a_captured_graph_keeps_its_schedule(monkeypatch, capturing):
-    """A graph has the schedule's address only: once 64 other shapes had come, it read which tiles to compute from freed memory."""
+    """A graph only has the schedule's address: after 64 other shapes it once read its tiles from freed memory."""
     from utils.attention.gluon import step5_overlapped
 
     monkeypatch.setattr(step5_overlapped, "_captured", {})

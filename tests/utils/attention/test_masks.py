@@ -212,7 +212,7 @@ def test_blocks_are_built_anew_for_a_mask_that_reads_something_else_now(monkeypa
 
 
 def plain(mask, sq=64, sk=64, kv_heads=2, **arguments):
-    """What a kernel that knows causal masks and windows is asked in place of a mask function."""
+    """Describe the mask that a kernel which knows causal masks and windows gets in place of a mask function; None if there is none."""
     problem = make_problem(torch.empty(1, 2, sq, 8), *[torch.empty(1, kv_heads, sk, 8)] * 2, mask_mod=mask, **arguments)
     found = problem.plain()
     if found is None:
@@ -269,7 +269,7 @@ def test_the_fields_and_the_function_of_a_problem_make_one_mask(sq, sk):
 
 @pytest.mark.parametrize(("sq", "sk"), [(9, 9), (5, 12), (12, 5), (1, 4), (4, 1)])
 def test_a_window_that_hides_no_key_is_none(sq, sk):
-    """Exactly then: kernels without a window are faster, and cuDNN has no other."""
+    """A window is dropped exactly then: kernels without a window are faster, and cuDNN has only those."""
     q, k = torch.empty(1, 1, sq, 8), torch.empty(1, 1, sk, 8)
     distance = torch.arange(sq)[:, None] + sk - sq - torch.arange(sk)
     for is_causal in (False, True):
@@ -284,7 +284,7 @@ def test_a_window_that_hides_no_key_is_none(sq, sk):
 
 
 def test_options_are_claimed_only_where_the_mask_is_shown_to_allow_them():
-    """A row whose first visited tile is all masked is NaN in the kernel, if the rows are claimed to be safe."""
+    """If rows are claimed to be safe and the first visited tile of one is all masked, the kernel computes NaN."""
     long, near = document_ids([130, 250, 132]), both(dilated(3), sliding_window(200))
     safe = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
     for mask in (causal, documents(128), prefix_lm(77), either(documents(128), causal)):

@@ -106,7 +106,7 @@ def test_step_5_is_specialized_within_its_register_budget(report, case):
 @pytest.mark.parametrize("case", STEP_5, ids=str)
 @pytest.mark.slow
 def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
-    """In the loop both products are queued, then the first is waited for, and exponentials run beside the second, or behind both."""
+    """The loop queues both products, waits for the first, and computes exponentials during the second, or after both."""
     loop = of(report, case)["loop"]
     waits = [i for i, text in enumerate(loop) if text.startswith("WARPGROUP.DEPBAR")]
     products = [i for i, text in enumerate(loop) if text.startswith("HGMMA")]
@@ -114,7 +114,7 @@ def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
     assert len(waits) == 2 and loop[waits[0]].rstrip().endswith("0x1") and loop[waits[1]].rstrip().endswith("0x0")
     assert products[-1] < waits[0] < exponentials[0], "the scores are waited for with P V already queued"
     plan = plan_of(case)
-    if plan.depth:  # the scores have a product for each 16 columns, P V has as many columns, and no others are scaled
+    if plan.depth:  # one product of the scores for each 16 columns; P V has the same columns, and only those are scaled
         assert [f"64x{plan.depth}x16" in loop[i] for i in products] == [False] * (plan.depth // 16) + [True] * 8
         assert sum(text.startswith("FMUL") for text in loop) < plan.depth / 2 + 8
     # A thread has BLOCK_N / 2 scores. Half of them, or all with three consumers, are turned into probabilities while P V runs.
@@ -131,7 +131,7 @@ def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
 )
 @pytest.mark.slow
 def test_a_rows_maximum_stands_between_the_other_rows_exponentials(report, case):
-    """Short of registers, ptxas puts the second row's maximum, 31 instructions, behind the first row's exponentials: 10% of a block.
+    """With too few registers ptxas puts the second row's maximum, 31 instructions, after the first row's exponentials: 10% of a block.
 
     In the kernels of packed sequences it still does so: the threads' own stores take the registers.
     """

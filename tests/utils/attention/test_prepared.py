@@ -1,6 +1,6 @@
 """Prepared calls on a CPU: right under mask and modifier, compiled once, guarded, refused in a sentence.
 
-Compiling costs seconds: what can be asked of one compiled call is asked of one.
+Compiling takes seconds, so many tests use the same compiled call.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def reference(q, k, v, mask_mod=None, score_mod=None, **arguments):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """One compiled call with all there is: grouped heads, captured document numbers, a captured table, an odd block."""
+    """Compile one call with many features: grouped heads, captured document numbers, a captured table, an unusual block size."""
     if not (here := compile_support()):
         pytest.skip(here.reason)
     table = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))
@@ -93,7 +93,7 @@ def test_the_generated_code_holds_the_score_modifier(compiled):
 @pytest.mark.slow
 @needs_compiler
 def test_a_prepared_call_survives_eight_others_and_a_reset_is_an_error():
-    """torch.compile's limit of eight versions counts by code object: each prepared call has its own."""
+    """torch.compile keeps at most eight versions of a code object; each prepared call has a code object of its own."""
     calls = []
     for length in range(16, 16 + 9):
         q, k, v = tensors(sq=length, sk=length)
@@ -111,7 +111,7 @@ def test_a_prepared_call_survives_eight_others_and_a_reset_is_an_error():
 @pytest.mark.slow
 @needs_compiler
 def test_the_compiled_baseline_is_not_replaced_by_sdpa():
-    """Inductor replaces three such operators by SDPA, which is another algorithm and no baseline."""
+    """Inductor would replace the three operators of naive attention by SDPA: another algorithm, and no baseline."""
     call = prepare(*tensors(sq=48, sk=48), backend="naive_compiled")
     assert "scaled_dot_product" not in call.generated_code()
 
@@ -181,7 +181,7 @@ def test_a_refusal_is_one_sentence_that_names_the_backends_that_can():
         cases += [("flex", "CUDA graphs", (q, k, v), {"mode": "reduce-overhead"})]
     for name, word, qkv, options in cases:
         assert word in refused(name, *qkv, **options)
-    with torch.no_grad():  # then no gradient is asked for
+    with torch.no_grad():  # a call that asks for no gradient
         out = prepare(gradient, k, v, mask_mod=causal, backend="naive")()
     assert relative_error(out, reference(q, k, v, causal)) < FP32_ERROR
 

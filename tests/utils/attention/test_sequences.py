@@ -25,14 +25,14 @@ def draw(rng, sq, sk, batch=1, head_dim=64, v_dim=None):
 
 
 def with_sink(out, lse, sink):
-    """The output and the log-sum-exp with another score in each row, which has no value."""
+    """Return output and log-sum-exp with a sink: one more score in each row, which has no value."""
     column = sink.double()[:, None].expand(lse.shape)
     share = torch.softmax(torch.stack([lse, column], -1), -1)[..., 0]
     return out * share[..., None], torch.logaddexp(lse, column)
 
 
 def run_here(name, way, q, k, v, **arguments):
-    """Run a backend that belongs to this way; None if it refuses this call."""
+    """Run a backend; return None if it is not for this way, or refuses this call."""
     if way != "gpu" and (name in COMPILED) != (way == "compiled"):
         return None
     try:

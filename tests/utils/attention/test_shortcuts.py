@@ -34,7 +34,7 @@ def test_a_second_call_decides_nothing(monkeypatch):
     q, k, v = tensors()
     first = attention(q, k, v, causal=True)
     run = last_run()
-    monkeypatch.setattr(call, "make_problem", None)  # whoever decides again needs it
+    monkeypatch.setattr(call, "make_problem", None)  # a second decision would need it
     assert torch.equal(attention(q, k, v, causal=True), first) and last_run() is run
     q2, k2, v2 = (2 * x for x in (q, k, v))
     assert not torch.equal(attention(q2, k2, v2, causal=True), first)
@@ -140,7 +140,7 @@ def test_torch_compile_vmap_and_flop_counter_see_the_call():
         return attention(q, k, v, causal=True, backend="math") * 2
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a trace into the decision warned at each cache that it met
+        warnings.simplefilter("error")  # tracing the decision warned of every cache in it
         compiled = torch.compile(twice, backend="eager")
         torch.testing.assert_close(compiled(q, k, v), expected * 2)
         torch.testing.assert_close(compiled(q, k, v), expected * 2)
@@ -170,7 +170,7 @@ def test_kept_are_functions_that_are_kept_anyway_and_compiled_ones_below_their_l
 
 
 class Launched(Exception):
-    """Ends a call where a kernel would be launched."""
+    """Raised where a kernel would be launched, which ends the call."""
 
 
 def launch_instead(*tensors, **options):
@@ -178,9 +178,9 @@ def launch_instead(*tensors, **options):
 
 
 def hops(call):
-    """The functions of `utils` behind a call's first one that the question passes through: its tensors, or what is made of them.
+    """Return the functions of `utils`, after the first one, that get a call's tensors or what is made of them.
 
-    Look-ups by a name, a device or a few numbers are none, and a function that is entered twice is one.
+    Look-ups by a name, a device or a few numbers are not counted; a function that is entered twice counts once.
     """
     entered, home = {}, str(Path(utils.__file__).parent)
 
@@ -204,7 +204,7 @@ def hops(call):
 
 
 def test_the_way_to_a_launch_is_short(monkeypatch):
-    """A newcomer follows a first call to the launch of the Gluon kernel, and to SDPA on a CPU."""
+    """A reader who follows a first call to the Gluon kernel's launch, or to SDPA on a CPU, meets few functions."""
     backend = dataclasses.replace(find_backend("gluon"), machine=lambda: Support(True))
     monkeypatch.setattr(call, "find_backend", lambda name: backend if name == "gluon" else find_backend(name))
     on_gpu = lambda *x, **more: dataclasses.replace(make_problem(*x, **more), device=torch.device("cuda"))  # noqa: E731

@@ -109,7 +109,7 @@ def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch, directi
 
         return attend_pinned
 
-    monkeypatch.setattr("utils.attention.backends.sdpa._pinning", two)
+    monkeypatch.setattr("utils.attention.backends.sdpa._pin", two)
     (case,) = run_cpu(tmp_path, [SDPA], extra(f"--backend math --pass {direction}"))["cases"]
     assert case["status"] == "failed" and not case["sides"]
     assert "math was asked for and flash ran" in case["reason"]

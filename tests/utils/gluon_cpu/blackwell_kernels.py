@@ -101,7 +101,7 @@ def through_tensor_memory(x_ptr, y_ptr, M: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def shared_columns(x_ptr, y_ptr, READ_SCORES: gl.constexpr):
-    """Scores, and their halves as fp16 in the first half of the same columns."""
+    """Store scores, and half of each as fp16 in the first half of the same columns."""
     columns: gl.constexpr = TensorMemoryLayout([128, 64], col_stride=1)
     memory = allocate_tensor_memory(gl.float32, [128, 64], columns)
     halves = memory._reinterpret(gl.float16, [128, 64], columns)
@@ -161,7 +161,7 @@ def barrier_for(COUNT: gl.constexpr):
 
 @gluon.jit
 def chain(q_desc, k_desc, v_desc, y_ptr, BLOCKS: gl.constexpr):
-    """Y = 2^(Q K^T) V: the scores become P in their own columns, and the product that reads P adds to Y."""
+    """Y = 2^(Q K^T) V: P takes the columns of the scores, and the product that reads P adds to Y."""
     N: gl.constexpr = k_desc.block_type.shape[0]
     q = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
     keys = gl.allocate_shared_memory(k_desc.dtype, [BLOCKS, *k_desc.block_type.shape], k_desc.layout)
@@ -241,7 +241,7 @@ def scaled_product(a_desc, b_desc, a_scales, b_scales, y_ptr, KIND: gl.constexpr
 
 @gluon.jit
 def take_programs(y_ptr):
-    """Count up y[i] for the program i and for all those that it takes over."""
+    """Add 1 to y[i] for the program i and for all programs that it takes over."""
     answer = gl.allocate_shared_memory(gl.int64, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bar = barrier_for(1)
     tile = gl.program_id(0)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005, SIM108 (as in Triton's own kernels)
-"""A TMA pipeline written with aggregates: rings with their barriers and position, a shape, and flags as constants.
+"""A TMA pipeline written with aggregates: rings with barriers and a position, a shape, and constant flags.
 
 BUG names the mistake to plant; the kernel is correct with BUG="".
 """
@@ -56,7 +56,7 @@ class Barriers:
 
 @aggregate
 class Ring:
-    """Slots with their barriers: an aggregate in an aggregate."""
+    """Slots and their barriers, which are an aggregate within this aggregate."""
 
     slots: gl.shared_memory_descriptor
     bars: Barriers
@@ -193,7 +193,7 @@ def add_pairs(x_ptr, y_ptr, n):
 
 @aggregate
 class Loose:
-    """A constructor that does with its fields what WRONG names."""
+    """An aggregate whose constructor makes the mistake that WRONG names."""
 
     size: gl.constexpr
 
@@ -235,7 +235,7 @@ if hasattr(gl, "aggregate_replace"):  # Triton 3.8 and later
 
     @aggregate
     class Place:
-        """No constructor: Triton makes one from the fields."""
+        """An aggregate without a constructor: Triton makes one from the fields."""
 
         row: gl.tensor
         column: gl.tensor

@@ -92,7 +92,7 @@ def sum_in_fp16(y_ptr):
 
 @gluon.jit
 def integers(y_ptr, a, b, n):
-    """Follow C's rules: division rounds to zero, int32 wraps around."""
+    """Compute by C's rules: division rounds to zero, int32 wraps around."""
     gl.store(y_ptr, a // b)
     gl.store(y_ptr + 1, a % b)
     gl.store(y_ptr + 2, a * 1000003)

@@ -20,7 +20,7 @@ def descriptor(x: torch.Tensor, block: list[int], swizzle: int | None = None):
 
 
 def marked_lines(module) -> dict[str, set[int]]:
-    """Lines of the statements below `# found: a, b`, by those names."""
+    """Return {name: lines of the statements below those comments `# found: a, b` that list the name}."""
     source = inspect.getsource(module)
     last_line = {node.lineno: node.end_lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)}
     lines: dict[str, set[int]] = {}

@@ -37,7 +37,7 @@ def multicast_copy(in_desc, out_desc, BYTES: gl.constexpr, INIT_VISIBLE: gl.cons
 
 @gluon.jit
 def copy_tile(in_desc, out_desc, row, place, column=0):
-    """A tile of a matrix, to the rows from `place` on of another."""
+    """Copy a tile of a matrix to the rows of another from `place` on."""
     smem = gl.allocate_shared_memory(in_desc.dtype, in_desc.block_type.shape, in_desc.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)

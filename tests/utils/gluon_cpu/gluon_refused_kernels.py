@@ -123,7 +123,7 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
     if BUG == "two names for one value":
         place = n
         before = place + 0
-        for _ in range(2):  # of two values Triton carries both
+        for _ in range(2):  # where the values differ, Triton keeps both
             gl.store(y_ptr + before, 1.0)
             before = place
             place += 1
@@ -140,7 +140,7 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
                 gl.store(y_ptr + i + k * count, 1.0)
             count += 1
             fresh = k * 2
-            fresh += 1  # and this one begins anew in each turn
+            fresh += 1  # and this one is new in each turn
             for i in range(fresh):
                 gl.store(y_ptr + i, 1.0)
         begin = n - 64
@@ -155,7 +155,7 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
         # found: no return
         bar, _phase = initialize(bar)
     if BUG == "variable behind its loop":
-        for at in gl.static_range(2):  # this one stays what it was in the last turn
+        for at in gl.static_range(2):  # a static loop leaves its variable defined
             gl.store(y_ptr + at, 1.0)
         gl.store(y_ptr + at, 1.0)
         for at in range(2):

@@ -1,4 +1,4 @@
-"""Kernels whose second buffer may lie in the memory of the first: CASE names where the wait stands."""
+"""Kernels whose second buffer may lie in the memory of the first: CASE names the place of the wait."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,7 +18,7 @@ from utils.attention.gluon.shared import tma_load, tma_store
 
 @gluon.jit
 def read_tile(x_ptr, column, stride):
-    """Load 16 rows and 32 columns from a column on."""
+    """Load a tile of 16 rows and 32 columns; `column` is its first one."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
     return gl.load(x_ptr + rows * stride + column + gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :])
@@ -26,7 +26,7 @@ def read_tile(x_ptr, column, stride):
 
 @gluon.jit
 def send(tile, x, desc, column):
-    """Store a tile through shared memory by TMA, whose end nobody waits for here."""
+    """Store a tile by TMA from shared memory, and do not wait for the end."""
     # found: store in flight, next turn, call before, turn before
     tile.store(x)
     fence_async_shared()
@@ -35,7 +35,7 @@ def send(tile, x, desc, column):
 
 @gluon.jit
 def send_from_its_own(x, desc, column):
-    """Store a tile from a buffer that ends with this call."""
+    """Store a tile from a buffer that is free again after this call."""
     send(gl.allocate_shared_memory(gl.float32, [16, 32], desc.layout), x, desc, column)
 
 
@@ -113,7 +113,7 @@ def turns(x_ptr, y_desc, n, CASE: gl.constexpr):
 
 @gluon.jit
 def two_calls(x_ptr, y_desc, z_desc, n, CASE: gl.constexpr):
-    """Store n tiles and their doubles: each call may have the buffer of the call before it, in the same turn or in the last."""
+    """Store n tiles and their doubles: each call may get the buffer of the call before it, of this turn or of the last."""
     for i in range(n):
         x = read_tile(x_ptr, i * 32, 32 * n)
         send_from_its_own(x, y_desc, i * 32)
@@ -127,7 +127,7 @@ def two_calls(x_ptr, y_desc, z_desc, n, CASE: gl.constexpr):
 
 @gluon.jit
 def between_warps(x_ptr, y_desc, z_ptr, CASE: gl.constexpr):
-    """Values go from warp to warp through memory that the compiler takes as for a buffer."""
+    """Exchange values between warps, for which the compiler uses shared memory that it also gives to buffers."""
     x = read_tile(x_ptr, 0, 32)
     tile = gl.allocate_shared_memory(gl.float32, [16, 32], y_desc.layout)
     send(tile, x, y_desc, 0)
@@ -161,7 +161,7 @@ def copy_ahead(x_ptr, at):
 
 @gluon.jit
 def dead_copy(x_ptr, y_ptr, CASE: gl.constexpr):
-    """A cp.async into a buffer that nobody reads is still under way when the next buffer is stored."""
+    """A cp.async into a buffer that nobody reads is still running when the next buffer is stored."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     at = gl.arange(0, 512, layout)
     ahead = copy_ahead(x_ptr, at)
@@ -180,7 +180,7 @@ def dead_copy(x_ptr, y_ptr, CASE: gl.constexpr):
 
 @gluon.jit
 def ring_then_tile(x_ptr, y_desc, n, LATE: gl.constexpr):
-    """A ring lives through the loop that allocates a tile, even in its last turn: no memory is shared."""
+    """A loop uses a ring and allocates a tile: the ring lives to the end of the loop, so the tile gets other memory."""
     ring = gl.allocate_shared_memory(gl.float32, [2, 16, 32], y_desc.layout)
     for i in range(n):
         x = read_tile(x_ptr, i * 32, 32 * n)
@@ -194,7 +194,7 @@ def ring_then_tile(x_ptr, y_desc, n, LATE: gl.constexpr):
 
 @gluon.jit
 def barrier_then_tile(a_desc, c_desc, CASE: gl.constexpr):
-    """C = A + A in fp32, through a tile that is allocated behind the last line that names the barrier."""
+    """C = A + A in fp32, through a tile that is allocated after the last line that uses the barrier."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     bar, a = load_first(a_desc)
     c = gl.allocate_shared_memory(gl.float32, [64, 64], c_desc.layout)

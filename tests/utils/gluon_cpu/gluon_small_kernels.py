@@ -83,7 +83,7 @@ def used_outside(y_ptr, n):
 
 @gluon.jit
 def count_bank_conflicts(y_ptr, shared: gl.constexpr):
-    """Columns of a 32 x 32 fp32 matrix, a thread an element: all in one bank, unless the layout swizzles."""
+    """Store a 32 x 32 fp32 matrix by columns, an element by each thread: all hit one bank, unless the layout swizzles."""
     columns: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
     a = gl.allocate_shared_memory(gl.float32, [32, 32], shared)
     x = gl.full([32, 32], 1.0, gl.float32, columns)
@@ -93,7 +93,7 @@ def count_bank_conflicts(y_ptr, shared: gl.constexpr):
 
 @gluon.jit
 def old_cp_async(x_ptr, y_ptr):
-    """One tile by the name that cp.async had before Triton 3.8."""
+    """Copy a tile, calling cp.async by its name before Triton 3.8."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     at = gl.arange(0, 64, layout)
     tile = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -105,7 +105,7 @@ def old_cp_async(x_ptr, y_ptr):
 
 @gluon.jit
 def old_tma(x_desc, y_ptr):
-    """One tile by the name that a TMA load had before Triton 3.8."""
+    """Load a tile, calling the TMA load by its name before Triton 3.8."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 2], [1, 0])
     tile = gl.allocate_shared_memory(gl.float32, x_desc.block_type.shape, x_desc.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -118,7 +118,7 @@ def old_tma(x_desc, y_ptr):
 
 @gluon.jit
 def tile_behind_the_last(y_ptr, tiles, group):
-    """A scheduler's arithmetic for a tile that does not exist: the result is not used."""
+    """Divide by zero, as a scheduler does for a tile that does not exist; the result is not used."""
     place = tiles % (group - 8) + tiles // (group - 8)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     at = gl.arange(0, 128, layout)
@@ -127,7 +127,7 @@ def tile_behind_the_last(y_ptr, tiles, group):
 
 @gluon.jit
 def slot_used_again(x_ptr, y_ptr):
-    """A tile of 16 x 64 goes through the start of a slot of 32 x 64, read as 8 x 128."""
+    """Store a tile of 16 x 64 at the start of a slot of 32 x 64, and read it as 8 x 128."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     rows = gl.arange(0, 8, gl.SliceLayout(1, layout))
     columns = gl.arange(0, 128, gl.SliceLayout(0, layout))
@@ -213,7 +213,7 @@ def misspelled_argument(y_ptr):
 
 @gluon.jit
 def tile_of_other_elements(y_ptr):
-    """Threads may use such memory; TMA may not."""
+    """Threads may store int32 to memory whose layout is for 16 bits; TMA may not."""
     layout: gl.constexpr = gl.NVMMASharedLayout(0, 16, rank=2)
     tile = gl.allocate_shared_memory(gl.int32, [8, 16], layout)
     tile.store(gl.zeros([8, 16], gl.int32, gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])))

@@ -19,7 +19,7 @@ aggregate = gluon.aggregate
 
 @gluon.jit
 def matmul_from_registers(a_desc, b_desc, c_ptr, steps, SCALE: gl.constexpr, WAITS: gl.constexpr):
-    """C = SCALE A B^T, A through registers; one tile of each, which the next copy overwrites without a fence."""
+    """C = SCALE A B^T, with A in registers; the next copy overwrites the only tiles without a fence."""
     M: gl.constexpr = a_desc.block_type.shape[0]
     N: gl.constexpr = b_desc.block_type.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -65,7 +65,7 @@ def product(
 
 @gluon.jit
 def copy_by_cp_async(x_ptr, y_ptr, row, column, layout: gl.constexpr):
-    """Copy 128 x 128 halves whose neighbours in memory the pointers decide, not the layout's order."""
+    """Copy 128 x 128 fp16 values; the pointers, not the layout's order, decide which are neighbours in memory."""
     tile = gl.allocate_shared_memory(gl.float16, [128, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     i = gl.arange(0, 128, gl.SliceLayout(1, layout))
     j = gl.arange(0, 128, gl.SliceLayout(0, layout))
@@ -78,7 +78,7 @@ def copy_by_cp_async(x_ptr, y_ptr, row, column, layout: gl.constexpr):
 
 @gluon.jit
 def load(x):
-    """Double x: the name is that of a method below."""
+    """Double x; a method below has the same name."""
     return 2 * x
 
 
@@ -104,7 +104,7 @@ def method_and_function_of_one_name(y_ptr, n):
 
 @gluon.jit
 def coalesced(x_ptr, y_ptr, n):
-    """A layout that the compiler chooses, and functions of CUDA's library."""
+    """Use a layout that the compiler chooses, and functions of CUDA's library."""
     i = gl.arange(0, 16, gl.CoalescedLayout())
     j = gl.arange(0, 64, gl.CoalescedLayout())
     at = i[:, None] * 64 + j[None, :]

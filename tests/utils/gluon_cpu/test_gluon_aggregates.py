@@ -13,7 +13,7 @@ from utils.machine import versions
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_bugs_in_aggregates_are_found(seed):
-    """Reports say which ring is meant, although both allocate their memory in the same line."""
+    """Reports name the right ring, although both rings allocate their memory in the same line."""
     tiles = [descriptor(torch.zeros(16, 160), [16, 32]) for _ in "xyz"]
     with gluon_cpu.simulate(seed=seed):
         with pytest.raises(gluon_cpu.RaceError, match=r"y_ring\.slots\[0\]") as error:

@@ -24,7 +24,7 @@ TIMINGS = (None, 1, 2, 3)
 
 
 def product(module, m=128, n=128, k=384, stages=2, block=(128, 128, 64)) -> float:
-    """The error of one product, relative to its largest element."""
+    """Return the error of one product, relative to its largest element."""
     a, b, c = torch.randn(m, k).half(), torch.randn(n, k).half(), torch.zeros(m, n).half()
     rows, columns, depth = block
     given = descriptor(a, [rows, depth]), descriptor(b, [columns, depth]), descriptor(c, [rows, columns])
@@ -47,7 +47,7 @@ def rows(module, count=32, width=64, column=0, first=0) -> float:
     given = [TensorDescriptor.from_tensor(tensor, [1, width], layout) for tensor in (x, y)]
     module.move_rows[(1,)](*given, sources, targets, column, count, num_warps=4)
     expected = torch.zeros(100, 128)
-    inside = sources < 100  # others are zeros
+    inside = sources < 100  # all other rows are read as zeros
     expected[targets[inside].long(), column : column + width] = x[
         sources[inside].long(), column : column + width
     ].float()
@@ -159,12 +159,12 @@ def test_views_that_share_columns():
 
 
 def test_a_model_of_b200_has_its_rates():
-    # B200's data sheet beside H200's: twice the products of an SM in a cycle, and 8 TB/s for 148 SMs in place of 4.8 for 132.
+    # By the data sheets a B200 does twice the products of an H200 per SM and cycle, and has 8 TB/s for 148 SMs, not 4.8 for 132.
     b200, h200 = gluon_cpu.CostModel.of("B200"), gluon_cpu.CostModel.of("H200")
     assert b200.mma_flops == 2 * h200.mma_flops and b200.global_bytes > 1.4 * h200.global_bytes
     assert (h200.mma_flops, round(h200.global_bytes)) == (gluon_cpu.CostModel().mma_flops, 20)
     cycles = []
-    for model in (h200, b200):  # a product of many tiles is bound by its copies, and those are faster
+    for model in (h200, b200):  # copies bound a product of many tiles, and they are faster
         with gluon_cpu.simulate(model=model) as run:
             product(kernels, k=1024)
         cycles += run.cycles

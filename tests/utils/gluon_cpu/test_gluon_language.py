@@ -47,7 +47,7 @@ def described(x: torch.Tensor, block: list[int], cga_layout=()):
 
 
 def test_tma_reads_before_a_tensor_but_does_not_write_there():
-    """On a GPU a box that is read is filled up with zeros; a store to a negative coordinate is an illegal instruction."""
+    """On a GPU a load of such a box writes zeros; a store to a negative coordinate is an illegal instruction."""
     x, y = torch.randn(64, 64).half(), torch.zeros(64, 64).half()
     descriptors = described(x, [64, 64]), described(y, [64, 64])
     with gluon_cpu.simulate():
@@ -298,7 +298,7 @@ def tile(kind: str, shape: list[int], cga_layout=()) -> str:
 
 
 def compile_and_list(words: list[str], kernel, signature: dict, constants: dict, **options) -> list[str]:
-    """Compile a kernel for sm_90a; return those of the words that its PTX has."""
+    """Compile a kernel for sm_90a; return the words that occur in its PTX."""
     from utils.kernels.offline import compile_gluon
 
     ptx = compile_gluon(kernel, signature, constants, **options).asm["ptx"]
@@ -316,7 +316,7 @@ def unnamed_layouts_of(module) -> list[str]:
 
 
 def test_layouts_have_a_name_in_the_courses_kernels():
-    """Triton 3.7 takes what 3.6 refuses, and `make test` runs with 3.7: this finds it without Triton 3.6."""
+    """`make test` runs with Triton 3.7, which accepts layouts without a name; 3.6 refuses them, so they are searched for here."""
     names = [module.name for module in pkgutil.walk_packages(gluon_kernels.__path__, f"{gluon_kernels.__name__}.")]
     modules = [
         importlib.import_module(name) for name in [*names, *(f"utils.kernels.gemm_{x}" for x in ("gluon", "work"))]

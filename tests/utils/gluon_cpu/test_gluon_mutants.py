@@ -1,7 +1,7 @@
-"""One statement of a correct kernel taken out or turned round: the simulator reports it, and no wrong number passes in silence.
+"""One statement of a correct kernel is removed or reversed: the simulator reports it, and no wrong number passes in silence.
 
 The kernels are the steps of the attention ladder, and the statements those that order asynchronous work: waits, announced
-bytes, arrivals, initializations, fences. `UNSEEN` names the mutants that nothing is said about, and why.
+bytes, arrivals, initializations, fences. `UNSEEN` names the mutants that are not reported, and why.
 """
 
 import re
@@ -24,7 +24,7 @@ REMOVED = (
     *("fence_async_shared()", "thread_barrier()", "tma.store_wait("),
     *("work.q.wait_full(", "work.k.wait_full(", "work.v.wait_full("),
 )
-# A part of the statement -> why a kernel without it, or with it turned round, may pass.
+# A part of the statement -> why a kernel without it, or with its opposite, may pass.
 UNSEEN = {
     "thread_barrier()": "the warps of a partition are one actor in the simulator",
     "use_acc": "the accumulator is zero in each of these places",
@@ -32,7 +32,7 @@ UNSEEN = {
 }
 # (batch, heads, heads of keys, queries, keys, head dimension), causal
 SMALL = [((1, 2, 1, 100, 300, 64), False), ((1, 2, 2, 200, 260, 128), True)]
-# One program takes all tiles: what lies between two tiles runs as well, in each of step 5's plans.
+# One program computes all tiles, so the code between two tiles runs, too, in each of step 5's plans.
 SEVERAL_TILES = [
     *[((1, 3, 3, 300, 300, 64), False), ((1, 3, 3, 300, 300, 128), False), ((1, 3, 3, 400, 300, 128), True)],
     *[((1, 2, 2, 384, 256, 64), True), ((1, 2, 2, 384, 384, 256), False), ((1, 2, 2, 300, 331, 256), True)],
@@ -49,7 +49,7 @@ class Mutant(NamedTuple):
 
 
 def mutants(text: str) -> Iterator[Mutant]:
-    """The kernel's file with one line changed, in all ways that are known here."""
+    """Yield the mutants of a kernel's file: each has one changed line."""
     lines = text.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("@gluon"))
     for number, line in enumerate(lines[first:], first):
@@ -91,7 +91,7 @@ def error_of(step: int, module, shape: tuple, causal: bool, seed: int | None, mo
     monkeypatch.setattr(launch, "step_module", lambda step: module)
     with gluon_cpu.simulate(seed=seed, max_seconds=60) as run:
         out, _ = launch.run_step(q, k, v, causal, head_dim**-0.5, 0, True, step)
-    if run.notes:  # a fence that the compiler adds is named all the same
+    if run.notes:  # a missing fence that the compiler adds is only a note
         raise gluon_cpu.FenceError(run.notes[0])
     expected, _ = reference(q, k, v, causal=causal)
     return (out.double() - expected.double()).abs().max().item()

@@ -116,7 +116,7 @@ def test_columns_outside_of_two_limits_are_replaced(columns, replace, other):
 
 @pytest.mark.parametrize("columns", [64, 128])
 def test_a_mask_by_columns_keeps_the_bits_of_the_columns_between_its_limits(columns):
-    """The text itself, instruction by instruction: the simulator knows what it means as a whole."""
+    """Run the text instruction by instruction here: the simulator only knows what it does as a whole."""
     n, word = columns // 2, 0xFFFFFFFF
     operations = {
         "sub": lambda a, b: a - b,
@@ -134,7 +134,7 @@ def test_a_mask_by_columns_keeps_the_bits_of_the_columns_between_its_limits(colu
     for first, behind in itertools.product(range(-9, columns + 20, 5), range(-11, columns + 20, 3)):
         for lane in range(4):
             values = {f"${i}": True for i in range(n)} | {"%laneid": 28 + lane}
-            # n outputs, n inputs in the same registers, and then n of each limit: two of the first four are read.
+            # Operands: n outputs, n inputs in the same registers, n times each limit.
             values |= {f"${2 * n + i}": first for i in range(n)} | {f"${3 * n + i}": behind for i in range(n)}
             read = lambda name: values[name] if name in values else int(name)  # noqa: B023,E731
             for line in body.split(";")[:-1]:

@@ -136,7 +136,7 @@ def test_simulator_and_gpu_agree(name):
 
 @pytest.mark.slow
 def test_the_correct_kernels_are_gluon_that_compiles_for_hopper(tmp_path):
-    """In a process of its own, which a wrong kernel can end."""
+    """Compiled in another process, since a wrong kernel can end it."""
     code = (
         "import random\nfrom tests.utils.gluon_cpu import test_gluon_results as results\n"
         "from tests.utils.gluon_cpu.verdict_cases import compiling\n"
@@ -171,7 +171,7 @@ def test_a_sum_in_fp16_is_rounded_at_each_addition():
 
 
 def test_layouts_of_views_are_tritons_own():
-    """Split of a reshaped, permuted wgmma accumulator: the layout comes from Triton's algebra."""
+    """Splitting a reshaped and permuted wgmma accumulator gives the layout that Triton's algebra derives."""
     from utils.gluon_cpu import layouts
 
     layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])

@@ -1,4 +1,4 @@
-"""Memory that the compiler may give to a second buffer while the first is still in use."""
+"""The compiler may give a second buffer memory of the first while it is still in use."""
 
 import pytest
 import torch

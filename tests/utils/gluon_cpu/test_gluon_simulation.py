@@ -26,7 +26,7 @@ from utils.machine import versions
 
 
 def run_consumers(seed=None, steps=5, stages=2, **options):
-    """A producer and two consumers of a ring of slots."""
+    """Simulate a producer and two consumers of a ring of slots."""
     with gluon_cpu.simulate(seed=seed, **options) as run:
         launch_consumers(kernels, "cpu", stages, steps)
     return run
@@ -54,7 +54,7 @@ def test_timeline():
     assert sorted(e.phase for e in copies if e.buffer == "slots[0]") == [0, 1, 2]
     for e in run.events:
         assert 0 <= e.start <= e.end <= run.cycles[0] + 2000 and e.line > 0
-    for name in partitions:  # one thing at a time
+    for name in partitions:  # a partition does one thing at a time
         bars = sorted((e.start, e.end) for e in run.events if e.partition == name and e.unit == "partition")
         assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(bars))
 
@@ -260,7 +260,7 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
         ((3, 2, 1, 130, 385, 80), False, 0, "", 5),
         ((3, 2, 1, 130, 200, 96), False, 0, "three", 2),
         ((3, 2, 1, 130, 385, 128), False, 0, "", 5),
-        # One tile of 128 rows is two, if the first begins ten rows before them.
+        # 128 rows are two tiles, where the first tile begins ten rows before them.
         ((1, 2, 1, 128, 1034, 64), True, 0, "few", 4),
         ((1, 2, 1, 260, 270, 64), True, 0, "four", 2),
         ((1, 1, 1, 200, 200, 64), True, 0, "narrow", 1),
@@ -274,7 +274,7 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
 def test_several_tiles_a_program_and_tiles_that_begin_before_the_first_query(
     shape, causal, window, variant, programs, monkeypatch
 ):
-    """Step 5, also where Sk - Sq is no multiple of 64; the same bits twice."""
+    """Step 5 is right, also where Sk - Sq is no multiple of 64, and gives the same bits twice."""
     monkeypatch.setattr(launch, "processors", lambda device: programs)
     monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
     (out, lse), (again, lse_again) = (simulated(shape, causal, window, seed=seed) for seed in (1, 2))
@@ -293,7 +293,7 @@ def test_indices_outside_are_refused(case):
 
 
 def test_a_phase_whose_arrivals_are_known_needs_no_wait():
-    """The arrivals came before the partitions began, so no run can be early; beside the partition they can be late."""
+    """Arrivals before the partitions begin cannot be late; those of another partition can, so it has to wait."""
     with gluon_cpu.simulate():
         small.arrival_before_the_partitions[(1,)]()
     with pytest.raises(gluon_cpu.SimulationError, match="never waited"), gluon_cpu.simulate():

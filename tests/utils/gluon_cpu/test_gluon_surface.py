@@ -23,7 +23,7 @@ PACKAGE = gl.__name__
 
 
 def public_functions(module: types.ModuleType, seen: set[int]) -> Iterator[tuple[str, object]]:
-    """Yield (name, function) of what a kernel can call: builtins and jit functions of Gluon, its submodules' too."""
+    """Yield (name, function) of all that a kernel can call: builtins and jit functions of Gluon and its submodules."""
     seen.add(id(module))
     for name, value in sorted(vars(module).items()):
         if name.startswith("_"):
@@ -52,7 +52,7 @@ def compare_and_swap(values_ptr, old_ptr):
 def test_compare_and_swap_goes_element_by_element():
     values, old = torch.arange(64, dtype=torch.int32) // 2, torch.zeros(128, dtype=torch.int32)
     expected, seen = values.clone(), []
-    for i in range(128):  # two elements for each value: the second one finds what the first one stored
+    for i in range(128):  # two elements for each value: the second one meets what the first one stored
         seen.append(expected[i // 2].item())
         if expected[i // 2] == i // 4:
             expected[i // 2] = i + 1000

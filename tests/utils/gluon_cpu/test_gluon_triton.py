@@ -1,4 +1,4 @@
-"""Kernels in plain Triton in the simulator: values as a GPU's, and what would be wrong there is refused."""
+"""Kernels in plain Triton in the simulator: the values are those of a GPU, and what would be wrong there is refused."""
 
 import pytest
 import torch
@@ -14,21 +14,21 @@ from utils.gluon_cpu import GlobalMemoryError, KernelError, LayoutError, Unknown
 
 @triton.jit
 def convert(x, y, BLOCK: tl.constexpr):
-    """Y is X in the type of Y."""
+    """Store x in the type of y."""
     i = tl.arange(0, BLOCK)
     tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty))
 
 
 @triton.jit
 def part(x, y, count, BLOCK: tl.constexpr):
-    """The first elements, without a word of the others."""
+    """Load the first `count` elements, without a value for the others."""
     i = tl.arange(0, BLOCK)
     tl.store(y + i, tl.load(x + i, mask=i < count))
 
 
 @triton.jit
 def product(a, b, c, K, BLOCK: tl.constexpr):
-    """C = A @ B of one tile, tensor cores' default precision."""
+    """C = A @ B of one tile, in the default precision of tensor cores."""
     i = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
     for k in tl.range(0, K, BLOCK, num_stages=2):
@@ -40,13 +40,13 @@ def product(a, b, c, K, BLOCK: tl.constexpr):
 
 @gluon.jit
 def no_dimension_in_front(y, BLOCK: tl.constexpr):
-    """As in `product`, but Gluon adds no dimension in front, whatever the layouts."""
+    """Add a vector to a matrix as in `product`: Gluon refuses it, since it adds no dimension in front."""
     tl.store(y + tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK), 1.0)
 
 
 @triton.jit
 def by_block_pointer(x, y, BLOCK: tl.constexpr):
-    """A style of Triton that the simulator does not know."""
+    """Use block pointers, a part of Triton that the simulator does not know."""
     tl.store(y + tl.arange(0, BLOCK), tl.load(tl.make_block_ptr(x, (BLOCK,), (1,), (0,), (BLOCK,), (0,))))
 
 

@@ -84,7 +84,7 @@ def test_other_operands_are_refused(given, words):
 
 
 def test_cp_async_counts_neighbours_in_memory():
-    """A thread's bytes lie side by side where the pointers say so, whatever the layout's order is."""
+    """The pointers alone decide how many bytes of a thread lie side by side, not the layout's order."""
     along = gl.BlockedLayout([1, 128], [32, 1], [4, 1], [0, 1])
     single = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     x, y = torch.randn(128, 128).half(), torch.zeros(128, 128).half()

@@ -52,7 +52,7 @@ def test_a_misused_mbarrier_is_reported(case):
 
 
 def test_a_verdict_can_be_wrong():
-    """The right kernel under the name of a bug, and the other way round, are told apart."""
+    """A correct kernel labelled as a bug gets a wrong verdict, and so does a bug labelled as correct."""
     import dataclasses
 
     (bug,) = [case for case in BUGS if case.label == "ring: no wait"]

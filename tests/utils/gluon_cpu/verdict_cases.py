@@ -27,7 +27,7 @@ KERNELS = Path(__file__).with_name("verdict_kernels.py")
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel and what should be said about it.
+    """A kernel and the verdict that it should get.
 
     Attributes:
         kernel: the section of `verdict_kernels.py`.
@@ -36,8 +36,8 @@ class Case:
         edits: (old, new) lines; the old ones stand once in the section.
         sizes: arguments of the launch, where they are not the usual ones.
         bug: the class of the planted bug; "" for a correct kernel.
-        kinds: kinds of report that are right. Several, where it depends on the timing what goes wrong first.
-        at: a part of the line that has to be reported; of any of the lines, if there are several.
+        kinds: kinds of report that are right; several, where the timing decides what fails first.
+        at: parts of lines, one of which has to be in the reported line.
     """
 
     kernel: str
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The name by which the tables and the command line know the case."""
+        """The case's name in the tables and on the command line."""
         return f"{self.kernel}: {self.name}"
 
 
@@ -544,7 +544,7 @@ The producer copies a tile more than the consumers read.
 """)
 CASES = {case.label: case for case in (*CORRECT, *BUGS)}
 
-# Mistakes with mbarriers that no sanitizer of a GPU was asked about.
+# Mistakes with mbarriers on which no sanitizer of a GPU was run.
 MISUSES = read_cases("""
 handoff: not initialized | misuse | barrier
 @ mbarrier.wait(drained @ mbarrier.arrive(drained

@@ -1,6 +1,6 @@
 """Correct kernels of ten kinds, for the table of verdicts: `verdict_cases.py` plants bugs into them by editing their text.
 
-Each section below a `# ==== name` line is a file of its own once it is written for a case; it takes the imports along. The
+Each section below a `# ==== name` line is a file of its own once it is written for a case; it gets the imports, too. The
 lines of a section differ from each other, so that an edit can name the line that it changes.
 """
 
@@ -155,7 +155,7 @@ def product(a_desc, b_desc, c_desc, k_size, STAGES: gl.constexpr):
         slot = i % STAGES
         mbarrier.wait(full.index(slot), i // STAGES & 1)
         acc = warpgroup_mma(a.index(slot), b.index(slot), acc, is_async=True)
-        # The product before this one is over, so its slot may be filled again.
+        # The previous product has ended, so its slot may be filled again.
         acc = warpgroup_mma_wait(1, deps=[acc])
         ahead = i + STAGES - 1
         free = ahead % STAGES

@@ -1,11 +1,11 @@
-"""Copies of kernels that are assembled from another PTX: when they are loaded, what gets the L2's policy, which products are narrow."""
+"""Copies of kernels, assembled from another PTX: when they are loaded, what gets the L2 policy, which products become narrow."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from utils.kernels import assembling
-from utils.kernels.assembling import narrow_products, policy_copies, reassembled
+from utils.kernels.assembling import narrow_products, policy_copies, reassemble
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
 PTX = f"""
@@ -19,10 +19,10 @@ PTX = f"""
 
 
 def test_a_copy_is_loaded_by_itself(monkeypatch):
-    """What was loaded before was told to the driver with the shared memory that Triton knows of."""
+    """A copy must not be taken for loaded: the original was loaded with the shared memory that Triton knows of."""
     monkeypatch.setattr(assembling, "assemble", lambda ptx: b"cubin")
     compiled = SimpleNamespace(module=1, function=2, _run=3, metadata="its own", asm={"ptx": PTX})
-    twin = reassembled(compiled, policy_copies)
+    twin = reassemble(compiled, policy_copies)
     assert (twin.module, twin.function, twin._run, twin.metadata) == (None, None, None, "its own")
     assert (compiled.module, compiled.asm, twin.asm["cubin"]) == (1, {"ptx": PTX}, b"cubin")
 
@@ -30,7 +30,7 @@ def test_a_copy_is_loaded_by_itself(monkeypatch):
 def test_copies_of_four_dimensions_get_the_policy_of_the_argument():
     ptx = policy_copies(PTX)
     assert ptx.count(".L2::cache_hint") == 2
-    with pytest.raises(ValueError, match="no TMA copy"):  # none is given a policy twice
+    with pytest.raises(ValueError, match="no TMA copy"):  # no copy gets a policy twice
         policy_copies(ptx)
     *_, others, keys, values, barrier = ptx.strip().splitlines()
     assert "cache_hint" not in others + barrier
@@ -41,7 +41,7 @@ def test_copies_of_four_dimensions_get_the_policy_of_the_argument():
 
 def test_a_kernel_without_such_copies_or_without_the_argument_is_named():
     with pytest.raises(ValueError, match="no TMA copy"):
-        reassembled(SimpleNamespace(asm={"ptx": PTX.split("@%p12")[0]}), policy_copies)
+        reassemble(SimpleNamespace(asm={"ptx": PTX.split("@%p12")[0]}), policy_copies)
     with pytest.raises(ValueError, match="argument"):
         policy_copies(PTX.replace(".f32", ".u32"))
 

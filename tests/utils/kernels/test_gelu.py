@@ -1,4 +1,4 @@
-"""tanh-GELU, three versions against float64: values, extremes, shapes, strides, and what each one launches."""
+"""tanh-GELU, three versions against float64: values, extremes, shapes, strides, and the number of launches."""
 
 import importlib.util
 import math
@@ -16,7 +16,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def inputs(device="cpu"):
-    """Random values, extremes up to infinity, and tensors of every kind of strides."""
+    """Return random values, extremes up to infinity, and tensors with all kinds of strides."""
     tensors = []
     for dtype in DTYPES:
 
@@ -44,13 +44,13 @@ def inputs(device="cpu"):
 
 
 def gelu_of(x):
-    """tanh-GELU in float64."""
+    """Compute tanh-GELU in float64."""
     wide = x.double()
     return 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
 
 
 def assert_gelu(y, x, what="", steps=1.0):
-    """Y is gelu(x), rounded to its dtype `steps` times; shape, dtype and memory order are those of x."""
+    """Assert that y is gelu(x), rounded to its dtype `steps` times, with the shape and dtype of x."""
     wide, exact = x.double(), gelu_of(x)
     assert y.shape == x.shape and y.dtype == x.dtype and y.device == x.device, what
     assert torch.equal(y.isnan(), exact.isnan()), what  # gelu(-inf) is -inf * 0 in every version
@@ -107,7 +107,7 @@ def test_refusals_say_what_was_given():
 
 @pytest.mark.gpu
 def test_kernel_launches_on_a_gpu():
-    """Nine kernels unfused, one for each fused version, and one more for a copy where x has gaps."""
+    """Unfused there are nine launches, fused one, and one more for a copy if x has gaps."""
     from torch.profiler import ProfilerActivity, profile
 
     def kernels(function, x):

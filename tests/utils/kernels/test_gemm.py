@@ -16,7 +16,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def operands(dtype, device="cpu"):
-    """Pairs with edges of every kind: single elements, primes, views, empty ones, no K."""
+    """Return pairs of matrices: single elements, prime sizes, views, empty matrices, K = 0."""
 
     def randn(*shape):
         return torch.randn(*shape, dtype=torch.float32, device=device).to(dtype)
@@ -28,7 +28,7 @@ def operands(dtype, device="cpu"):
         (randn(1, 70), randn(70, 3)),
         (randn(9, 5), randn(7, 5).T),  # a row, a transposed view
         (randn(23, 7).T, randn(23, 11)),
-        (wide[:9, 3:291:9], wide[5:37, ::7]),  # columns of a, steps in both
+        (wide[:9, 3:291:9], wide[5:37, ::7]),  # neither rows nor columns are contiguous in a
         (randn(1, 8).expand(9, 8), randn(8, 2)),
         (randn(3, 0), randn(0, 4)),  # stride 0, K = 0
         (randn(0, 4), randn(4, 5)),
@@ -37,7 +37,7 @@ def operands(dtype, device="cpu"):
 
 
 def cases_of(name):
-    """The operands on which a rung is simulated, which refuses any access outside of them."""
+    """Return the operands on which a rung is simulated; the simulator refuses any access outside of them."""
     cases = [case for dtype in ROUNDING for case in operands(dtype)]
     if name in ("gemm_tiled", "gemm_tiled_grouped"):
         cases += [
@@ -61,7 +61,7 @@ def test_rungs_compute_the_product_in_the_simulator(name):
 
 def test_refusals_say_what_was_given():
     half = torch.ones(3, 5).half()
-    refused = [  # operands, and a key word of the message
+    refused = [  # operands, and a word that the message must have
         ((torch.ones(2, 3, 4), torch.ones(4, 5)), ValueError, r"\(2, 3, 4\) and B \(4, 5\)"),
         ((torch.ones(2, 3), torch.ones(4, 5)), ValueError, r"A \(2, 3\) and B \(4, 5\): 3 and 4"),
         ((torch.ones(2, 3).half(), half.float()), TypeError, "one dtype"),

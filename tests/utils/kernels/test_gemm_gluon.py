@@ -1,4 +1,4 @@
-"""The Gluon GEMM: without a GPU its assembly for sm_90a and its host side, on a Hopper GPU its results."""
+"""The Gluon GEMM: its assembly for sm_90a and its host side without a GPU, its results on a Hopper GPU."""
 
 import importlib.util
 import itertools
@@ -22,7 +22,7 @@ hopper = pytest.mark.skipif(
 )
 
 ORDERS = [(False, False), (False, True), (True, False), (True, True)]
-# A plan of the short kernel, and of four and eight warps, each with another order of A and B and another dtype.
+# Three plans (the short kernel, four warps, eight warps), each with another order of A and B in memory.
 KINDS = {(plan.short > 0, plan.warps): plan for plan in KERNELS}.values()
 VARIANTS = [
     (replace(plan, a_column_major=a, b_column_major=b), dtype)
@@ -43,7 +43,7 @@ def test_the_assembly_does_what_the_header_says(plan, dtype, tmp_path, monkeypat
     assert kernel.shared_bytes <= 225 * 1024 and covered_barriers(kernel.ttgir) == []
     assert kernel.count(r"prefetch\.tensormap", "ptx") == len(plan.boxes)
     assert kernel.count("UTMASTG") == plan.pieces
-    # Sums of parts are left 16 bytes at a time.
+    # Sums of parts are stored 16 bytes at a time.
     assert kernel.count(r"STG\.E\.128") == plan.block_m * plan.columns // (128 * plan.warps)
     loops = {tile.block_n for tile in PLANS if tile.kernel == replace(plan, a_column_major=False, b_column_major=False)}
     for width in loops:
@@ -54,7 +54,7 @@ def test_the_assembly_does_what_the_header_says(plan, dtype, tmp_path, monkeypat
     copies, joins = kernel.count("UTMALDG"), kernel.count("UCGABAR_ARV")
     moves = kernel.count(r"setmaxnreg\.inc\S*\s+240", "ptx"), kernel.count(r"setmaxnreg", "ptx")
     if plan.short:
-        # Of each slot before the first step, and in the loop.
+        # A and B of each slot before the first step, and of one slot in the loop.
         assert moves == (0, 0) and joins == 0 and copies == 2 * (plan.slots + 1)
     else:
         # One loop of the producer for all widths.
@@ -62,7 +62,7 @@ def test_the_assembly_does_what_the_header_says(plan, dtype, tmp_path, monkeypat
         init, move = (kernel.ptx.find(word) for word in ("mbarrier.init", "setmaxnreg"))
         assert init < move or move < 0  # no role waits for registers before the barriers are set up
         assert 0 < kernel.count(r"UTMALDG\.[23]D\.MULTICAST") < copies <= 5
-        # The consumer releases a slot in each loop and behind it; both roles join, and so do the warps without one.
+        # The consumer releases a slot in each loop and once more after it; all warps join the cluster, also those without a role.
         assert kernel.count(r"mbarrier\.arrive\.shared::cluster", "ptx") == 2 * len(loops) and joins == 4
         # A slot's bytes are those of the launch's tiles.
         assert kernel.count(r"expect_tx", "ptx") == kernel.count(r"expect_tx[^;]*, bytes;", "ptx") == 1
@@ -84,7 +84,7 @@ PTX = f"""
 
 @pytest.mark.parametrize("plan", [Plan(128, 256, cluster=2), Plan(64, 96, cluster=4)], ids=lambda plan: plan.name)
 def test_copies_between_the_marks_go_to_all_blocks_and_lanes_arrive_in_all(plan):
-    from utils.kernels.gemm_launch import adapted, multicast
+    from utils.kernels.gemm_launch import adapt, multicast
 
     ptx = multicast(PTX, plan)
     assert (ptx.count("mapa"), ptx.count(".multicast")) == (1, 2)
@@ -102,7 +102,7 @@ def test_copies_between_the_marks_go_to_all_blocks_and_lanes_arrive_in_all(plan)
     with pytest.raises(ValueError, match="condition"):
         multicast(PTX.replace("@%p6 ", ""), plan)
     with pytest.raises(ValueError, match="has 0 shared copies and 0 arrivals"):
-        adapted(SimpleNamespace(asm={"ptx": "ret;"}), plan)
+        adapt(SimpleNamespace(asm={"ptx": "ret;"}), plan)
 
 
 def test_one_warp_waits_for_itself_between_copies_and_all_warps_elsewhere():
@@ -161,14 +161,14 @@ def test_without_a_hopper_gpu_the_kernel_says_so():
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda plan: plan.name)
 @pytest.mark.parametrize("a_column_major, b_column_major", ORDERS)
 def test_random_shapes_against_float64(kernel, a_column_major, b_column_major):
-    """Odd tails, clusters that hang over both edges, fewer steps than slots, and rings that run on for many rounds."""
+    """Odd tails, clusters that extend past both edges, fewer steps than slots, and rings that go round many times."""
     from utils.kernels.gemm_launch import prepare
 
     dtype = random.choice((torch.float16, torch.bfloat16))
     plans = itertools.cycle([plan for plan in PLANS if plan.kernel == kernel])
     fixed = [(1, 8, 8), (1, 1, 1), (128, 256, 64), (129, 257, 65), (127, 248, 2048), (3000, 1032, 520)]
     drawn = [[random.randint(1, limit) for limit in (1500, 1500, 1500)] for _ in range(6)]
-    # Many tiles of two steps: the pieces of a tile follow those of the one before at once.
+    # Many tiles of two steps each: one tile's pieces are stored right after those of another.
     for m, n, k in (*fixed, (2600, 5000, 1160), (6048, 6216, 120), *drawn):
         plan = next(plans)
         split = random.choice([split for split in SPLITS if split <= -(-k // 64)])
@@ -185,7 +185,7 @@ def test_random_shapes_against_float64(kernel, a_column_major, b_column_major):
 @pytest.mark.parametrize("split", [1, 4])
 @pytest.mark.parametrize("plan", KERNELS, ids=lambda plan: plan.name)
 def test_a_launch_that_begins_early_waits_for_what_it_reads(plan, split):
-    """A chain of products, each of the one before it, and each with the memory that the one before that has left."""
+    """Each product of a chain reads the one before it, and writes to memory that an earlier one has left."""
     from utils.kernels.gemm_launch import prepare
 
     x = matrix(520, 520)
@@ -226,7 +226,7 @@ def test_a_new_shape_compiles_nothing_and_takes_20_ms_at_most():
 
     for plan in KERNELS:
         tiles = [tile for tile in PLANS if tile.kernel == plan]
-        prepare(matrix(520, 520), matrix(520, 520), plan, 2)  # and so the kernel that adds up parts
+        prepare(matrix(520, 520), matrix(520, 520), plan, 2)  # compiles the kernel that adds up parts, too
         operands = [(matrix(m, k), matrix(k, n)) for m, n, k in ((1, 8, 8), (16, 1024, 128), (1000, 264, 1032))]
         torch.cuda.synchronize()
         for (a, b), split in zip(operands, (1, 2, 4), strict=True):

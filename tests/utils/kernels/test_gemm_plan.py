@@ -1,4 +1,4 @@
-"""Who computes what in a GEMM, by the kernel's own code, and which plans products get: without a GPU."""
+"""Which program computes what in a GEMM, by the kernel's own code, and which plans products get: without a GPU."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ def size(rng):
 
 
 def check(m, n, k, plan, split, sms):
-    """One product by one plan: every tile once, whole or in its parts, and every part of K once."""
+    """Check one product by one plan: every tile is computed once, whole or in parts, and every part of K once."""
     items = items_of(m, n, plan, split, sms)
     groups = items.number if plan.short else min(clusters_at_once(plan.cluster, sms), items.number)
     CODE.gl.programs = groups * plan.cluster
@@ -49,7 +49,7 @@ def check(m, n, k, plan, split, sms):
                 places_of_sums.add((tile, part))
     assert places_of_sums == set(itertools.product(range(items.rest * plan.cluster), range(items.split)))
     rows, columns = plan.block_m * plan.cluster, plan.block_n
-    assert set(tiles) == set(  # and so C is covered, since tiles lie side by side
+    assert set(tiles) == set(  # so C is covered, since tiles do not overlap
         itertools.product(
             range(0, -(-m // rows) * rows, plan.block_m), range(0, -(-n // columns) * columns, plan.block_n)
         )
@@ -84,7 +84,7 @@ def test_each_tile_of_many_more_sizes_is_computed_once(seed):
 
 
 def test_every_plan_fits_and_is_whole():
-    assert len(set(KERNELS)) == len(KERNELS) < 12  # and one adds up parts
+    assert len(set(KERNELS)) == len(KERNELS) < 12  # one more adds up parts
     for plan in PLANS:
         assert plan.kernel in KERNELS and plan.block_m in (64, 128)
         assert plan.short or 16 <= plan.boxes[3][plan.transposed - 1] <= 64
@@ -95,13 +95,13 @@ def test_every_plan_fits_and_is_whole():
             ring, buffers = (128 * plan.slots * (plan.block_m + plan.brought), 2 * kernel.block_m * kernel.piece[1] * 2)
             assert ring <= 1024 * kernel.ring_kilobytes <= 224 * 1024 - (not plan.short) * buffers
             assert plan.slots >= kernel.slots >= 3
-            assert plan.b_box[0] % 8 == 0 and plan.b_box[1] >= 32  # rows of the swizzle
+            assert plan.b_box[0] % 8 == 0 and plan.b_box[1] >= 32  # the swizzle has rows of 8
             each = plan.brought * BLOCK_K // plan.cluster  # elements that a block fetches
             assert plan.block_n <= plan.brought <= kernel.columns and each % math.prod(plan.b_box) == 0
 
 
 def test_what_is_chosen_is_sound():
-    """What is chosen has parts of two steps at least, few partial sums, and a cluster that the GPU can run."""
+    """Chosen plans have at least two steps in each part, few partial sums, and a cluster that the GPU can run."""
     rng = random.Random(3)
     for _ in range(200):
         m, n, k, sms = size(rng), size(rng), size(rng), rng.choice((132, 114, 5))
@@ -116,4 +116,4 @@ def test_what_is_chosen_is_sound():
     assert items_of(320, 112, few, split, 132).number > 20
     shapes, start = draw_shapes(seed=2026, count=122), time.perf_counter()
     assert len({replace(chosen(s)[0].kernel, a_column_major=False, b_column_major=False) for s in shapes}) > 4
-    assert time.perf_counter() - start < 122 * 0.02  # a new shape has 20 ms for its first call
+    assert time.perf_counter() - start < 122 * 0.02  # the first call of a new shape may take 20 ms

@@ -1,4 +1,4 @@
-"""The Gluon GEMM's two kernels through their launch, in the simulator: what is computed, with which operands."""
+"""The two kernels of the Gluon GEMM, launched in the simulator: their products, for many operands."""
 
 import importlib.util
 import random
@@ -38,7 +38,7 @@ def simulated(monkeypatch):
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.short], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("split, n, k", [(6, 104, 600), (1, 101, 600), (1, 48, 40)])
 def test_short_kernel(simulated, plan, split, n, k):
-    """More steps than slots, and fewer; an edge in all directions, parts, and rows of C that TMA cannot write as they are."""
+    """More steps than slots, and fewer; incomplete tiles along M, N and K, parts, and rows of C that TMA cannot address."""
     a, b = matrix(100, k, split == 6, device="cpu"), matrix(k, n, n == 101, device="cpu")
     assert_product(simulated(a, b, plan, split, seed=split), a, b)
 
@@ -46,7 +46,7 @@ def test_short_kernel(simulated, plan, split, n, k):
 @pytest.mark.parametrize("split, column_major", [(1, False), (2, True)])
 @pytest.mark.parametrize("consumers", [1, 2])
 def test_warp_specialized_kernel(simulated, consumers, split, column_major):
-    """A ring that runs on from tile to tile, and an edge in all directions; with parts, some tiles are whole and some are cut."""
+    """The ring goes on from tile to tile; tiles are incomplete along M, N and K; with parts, some tiles are whole and some cut."""
     plan = Plan(64 * consumers, 64 * 3 - 64 * consumers, transposed=column_major)
     m, n = (360, 520) if plan.transposed else (520, 360)
     assert split == 1 or min(items_of(520, 360, plan, split, sms=4)[1:3]) > 0
@@ -56,7 +56,7 @@ def test_warp_specialized_kernel(simulated, consumers, split, column_major):
 
 @pytest.mark.parametrize("plan", [Plan(64, 80, cluster=4), Plan(128, 64, cluster=2, transposed=True)])
 def test_parts_of_the_tiles_of_a_cluster_come_to_their_places_in_c(plan):
-    """The simulator has no clusters: here are the sums that a launch would leave, in the order in which threads hold them."""
+    """The simulator has no clusters, so the test makes the sums that a launch would leave, in the order of the threads' registers."""
     rows, columns = -(-1000 // (plan.block_m * plan.cluster)), -(-240 // plan.block_n)
     parts = torch.randn(3, rows * plan.cluster * plan.block_m, columns * plan.block_n)
     tiles = parts.unflatten(1, (rows * plan.cluster, -1, 2, 8)).unflatten(-1, (columns, -1, 4, 2))
@@ -77,7 +77,7 @@ def test_which_tiles_are_cut_in_parts():
         return items.whole, items.rest, items.split
 
     assert cut(300, 100, Plan(64, 64, short=2), 4) == (0, 10, 4)  # all tiles
-    assert cut(300, 100, Plan(64, 64), 4) == (9, 1, 4)  # those that fill no round
+    assert cut(300, 100, Plan(64, 64), 4) == (9, 1, 4)  # the tiles of the incomplete round
     assert cut(300, 60, Plan(64, 64), 4, 5) == (5, 0, 1)  # every round is full
     assert cut(300, 100, Plan(64, 64, cluster=2), 2, 8) == (4, 2, 2)  # three rows of two clusters
 
@@ -89,7 +89,7 @@ def test_more_parts_than_steps_are_refused(simulated):
 
 
 def check_random(simulated, seed):
-    """A product of random sizes, pitches and orders in memory, by any plan that can do it on a few SMs."""
+    """Check a product of random sizes, pitches and orders in memory, by any plan that can do it on a few SMs."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     sms = rng.choice((2, 3, 4, 5, 7, 9, 13))
@@ -98,7 +98,7 @@ def check_random(simulated, seed):
     m, n = (min(m, 200), min(n, 200)) if k > 500 else (m, n)
 
     def drawn(rows, columns):
-        """Rows (or columns) are farther apart than long; what lies between them is nan."""
+        """Draw a matrix whose rows (or columns) have gaps of nan between them in memory."""
         column_major = rng.random() < 0.4
         outer, inner = (columns, rows) if column_major else (rows, columns)
         x = torch.full((outer, -(-inner // 8) * 8 + 8 * rng.choice((0, 0, 1, 2, 3))), torch.nan).half()[:, :inner]

@@ -21,7 +21,7 @@ FORMATS = "128s", "i", "i", "q", "q", "q", "q", "i", "f", "q", "q"
 
 
 class Driver:
-    """Stands for the CUDA driver: keeps what it is told."""
+    """A stand-in for the CUDA driver that records its calls."""
 
     def __init__(self):
         self.launches, self.described, self.results = [], [], []
@@ -59,7 +59,7 @@ X, Y, TABLE = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(2), torch.arang
 
 
 def handle(*more, ptx=PTX, scratch=0):
-    """A launch of a compiled kernel with a descriptor, two pointers, numbers and a constant."""
+    """Return a kept launch of a kernel with a descriptor, two pointers, numbers and a constant."""
     facts = dict(num_warps=12, shared=4096, launch_pdl=True, tensordesc_meta=[dict(swizzle=3, block_size=[64, 32])])
     facts |= dict(global_scratch_size=scratch, profile_scratch_size=0, name="kernel")
     kinds = "tensordesc<bf16[64,32]>", "*fp32", "*i32", "i32", "fp32", "constexpr"
@@ -102,7 +102,7 @@ def test_who_has_to_see_the_operator():
     x = torch.ones(2)
     assert not observed(x, x)
     assert observed(x, [1]) and observed(x.as_subclass(type("Own", (torch.Tensor,), {})))
-    assert not observed(x, torch.nn.Parameter(x))  # a layer's weight
+    assert not observed(x, torch.nn.Parameter(x))  # a Parameter, as weights are
     leaf = torch.nn.Parameter(x)
     assert needs_grad(x, leaf) and not needs_grad(x, x)
     with torch.no_grad():

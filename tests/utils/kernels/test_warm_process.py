@@ -1,4 +1,4 @@
-"""The process that forks a child for each job: answers, failures, and nothing that a job leaves behind."""
+"""The process that forks a child for each job: answers, failures, and that a job leaves nothing behind."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from utils.kernels.warm_process import WarmProcess
 
 @pytest.fixture
 def served(monkeypatch):
-    """Jobs go to the server, however many threads this process has."""
+    """Send jobs to the server even if this process has one thread."""
     monkeypatch.setattr(warm_process, "has_one_thread", lambda: False)
 
 
@@ -26,7 +26,7 @@ def test_calls_share_one_start_and_nothing_else(served, monkeypatch):
     second = PROCESS.run("mark", 60).answer
     assert (first.status, first.words, first.answer[2]) == (0, "printed mark\n", PROCESS.server.pid)
     assert first.answer[0] == second[0] == 0 and first.answer[1] != second[1] and first.answer[2] == second[2]
-    assert (first.answer[3], second[3]) == (0, 7)  # the environment is that of the call
+    assert (first.answer[3], second[3]) == (0, 7)  # each job gets the environment of its call
 
 
 def test_a_killed_server_is_replaced_and_a_fork_gets_its_own(served, monkeypatch):
@@ -35,7 +35,7 @@ def test_a_killed_server_is_replaced_and_a_fork_gets_its_own(served, monkeypatch
     PROCESS.server.wait()
     second = PROCESS.run("mark", 60).answer
     assert second[2] != first[2]
-    monkeypatch.setattr(PROCESS, "owner", 0)  # as in a fork of the process that started it
+    monkeypatch.setattr(PROCESS, "owner", 0)  # as in a fork of the process that started the server
     assert PROCESS.run("mark", 60).answer[2] != second[2]
 
 
@@ -73,7 +73,7 @@ def test_a_process_with_one_thread_forks_the_job_itself_which_has_none_of_its_fi
     def work(job):
         os.write(1, f"printed {job}".encode())
         with pytest.raises(OSError, match="Bad file descriptor"):
-            os.write(mine, b"reached")  # a descriptor of the parent's
+            os.write(mine, b"reached")  # the parent's descriptor is closed in the child
         return [os.getppid(), os.getcwd()]
 
     monkeypatch.setattr(warm_process, "has_one_thread", lambda: True)

@@ -1,4 +1,4 @@
-"""Jobs of test_warm_process.py; the server that runs them is this file as a program."""
+"""Jobs of test_warm_process.py; run as a program, this file is the server."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from utils.kernels.warm_process import WarmProcess
 
 
 def work(job: str):
-    """Do what the job's name says; "mark" returns what an earlier job has left, and three facts about the process."""
+    """Do what the job's name says; "mark" returns the mark that an earlier job may have left, and three facts about the process."""
     if job == "exit":
         os._exit(3)
     if job == "raise":

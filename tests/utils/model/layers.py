@@ -1,4 +1,4 @@
-"""A decoder layer's two calls, as the tests make them: a whole prompt, and one token with the cache."""
+"""The two calls of a decoder layer in the tests: with a whole prompt, and with one token and the cache."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The count of query-key pairs against brute force."""
+"""The number of query-key pairs against a count of all of them."""
 
 import pytest
 import torch

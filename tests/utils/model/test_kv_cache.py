@@ -1,4 +1,4 @@
-"""The slot of each token in the cache, and the calls that are refused."""
+"""Which slot of the cache each token gets, and which calls are refused."""
 
 import copy
 
@@ -30,7 +30,7 @@ def test_slots_of_each_layer_type(max_cache_len, sliding, full):
         built = build_decoder_layer(layer_idx=layer_idx, dtype=torch.float32, device="cpu")
         prefill(built, torch.randn(3, 4, 640), cache)
         assert cache.layers[layer_idx].keys.shape == cache.layers[layer_idx].values.shape == (3, 1, slots, 256)
-    assert sum(layer.is_initialized for layer in cache.layers) == 2  # nothing is allocated for the others
+    assert sum(layer.is_initialized for layer in cache.layers) == 2  # other layers allocate nothing
 
 
 @pytest.mark.parametrize("prompt", [3, 8, 13, 30])

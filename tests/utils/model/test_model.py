@@ -21,9 +21,9 @@ from utils.model import (
 
 HIDDEN = 640
 WINDOW = 32
-CONFIG = copy.deepcopy(GEMMA_CONFIG)  # with a window that few tokens fill
+CONFIG = copy.deepcopy(GEMMA_CONFIG)  # with a small window
 CONFIG.update({"sliding_window": WINDOW})
-SLIDING, FULL = 0, 5  # a layer of each type
+SLIDING, FULL = 0, 5  # indices of one layer of each type
 both_types = pytest.mark.parametrize("layer_idx", [SLIDING, FULL], ids=["sliding", "full"])
 both_implementations = pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 
@@ -135,7 +135,7 @@ def test_bfloat16_is_as_close_with_the_cache_as_without(layer_idx):
     cache = initialize_kv_cache(CONFIG, 38)
     prefill(built, hidden_states[:, :28], cache)
     decoded = decode_rest(built, hidden_states, 28, cache)
-    # bfloat16 keeps 8 bits: 2^-8 of values up to 8, through some ten roundings.
+    # Some ten roundings of values up to 8 to the 8 bits of bfloat16, 2^-8 each.
     assert_close(prefill(built, hidden_states), expected, 0.1)
     assert_close(decoded, expected[:, 28:], 0.1)
     assert decoded.dtype == torch.bfloat16
@@ -406,5 +406,5 @@ def test_a_decode_step_in_a_cuda_graph(layer_idx, implementation):
             static.copy_(new)
         graph.replay()
         assert_close(output, expected[:, here])
-    # What the replays wrote is there for an ordinary step.
+    # An ordinary step reads what the replays wrote.
     assert_close(decode(built, hidden_states[:, 38:39], 38, cache), expected[:, 38:39])

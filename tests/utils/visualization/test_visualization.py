@@ -46,7 +46,7 @@ def _close_figures():
 
 
 def events() -> list[dict]:
-    """Two operators on a thread, the first with a nested one, and two kernels on a stream."""
+    """Return events: two operators of a thread, the first with a nested one, and two kernels of a stream."""
     rows = [
         ("aten::linear", "cpu_op", 1000.0, 50.0, "thread 1"),
         ("aten::addmm", "cpu_op", 1005.0, 40.0, "thread 1"),
@@ -68,7 +68,7 @@ PLOTS = {
 
 
 def text_boxes(figure: Figure) -> list[tuple[str, np.ndarray]]:
-    """Extents in pixels of every visible text of the drawn figure."""
+    """Return the extent in pixels of every visible text of the drawn figure."""
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()
     boxes = []
@@ -93,7 +93,7 @@ def text_boxes(figure: Figure) -> list[tuple[str, np.ndarray]]:
 
 
 def overlaps(figure: Figure) -> list[tuple[str, str]]:
-    """Pairs of texts whose boxes share more than half a pixel in both directions."""
+    """Return the pairs of texts whose boxes overlap by more than half a pixel in both directions."""
     found = []
     for (one, a), (other, b) in itertools.combinations(text_boxes(figure), 2):
         width = min(a[2], b[2]) - max(a[0], b[0])
@@ -104,7 +104,7 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
 
 
 def labels(axes: Axes) -> list[str]:
-    """The visible texts inside the axes, after drawing."""
+    """Return the visible texts inside the axes, after drawing."""
     axes.figure.canvas.draw()
     return [text.get_text() for text in axes.texts if text.get_visible()]
 
@@ -146,7 +146,7 @@ def roofline(**arguments):
 
 
 def flash(**columns):
-    """The frame of attention with other columns."""
+    """Plot attention's frame with other columns."""
     return plot_flash_attn_improvement(FRAME.assign(**columns))
 
 
@@ -198,14 +198,14 @@ def test_a_dark_global_style_is_left_as_it_is_and_does_not_hide_the_ink():
         for figure in figures:
             figure.canvas.draw()
         assert dict(matplotlib.rcParams) == before
-    assert 0.6 < luminance(figures[0].get_facecolor()) < 0.8  # neither white on a dark page nor dark under the ink
+    assert 0.6 < luminance(figures[0].get_facecolor()) < 0.8  # not white, for dark pages, and lighter than the ink
     for text in figures[0].findobj(matplotlib.text.Text):
         if text.get_visible() and text.get_text():
             assert luminance(text.get_color()) < 0.3, text.get_text()
 
 
 def test_a_plot_of_a_notebook_gets_the_look_of_the_others():
-    """Frame, title, legend and paper; matplotlib's global style stays as it is."""
+    """It changes frame, title, legend and paper of this plot, but not matplotlib's global style."""
     before = dict(matplotlib.rcParams)
     figure, ax = plt.subplots(facecolor="black")
     ax.plot([1, 2], [3, 4], **series(1).line, label="one")
@@ -240,7 +240,7 @@ def test_a_notebook_shows_each_figure_exactly_once():
 
 
 def markers(axes: Axes) -> list[tuple[float, float, str]]:
-    """Every single marker in the axes: x, y, hollow or solid."""
+    """Return (x, y, "hollow" or "solid") of every marker in the axes that is not part of a line."""
     found = []
     for line in axes.lines:
         if len(line.get_xdata()) == 1 and line.get_markersize() > 4:
@@ -250,7 +250,7 @@ def markers(axes: Axes) -> list[tuple[float, float, str]]:
 
 
 def test_predicted_points_lie_on_the_roof_and_measured_ones_where_they_were_measured():
-    predicted = {"decode": 1.0, "gemm": 500.0}  # a point that was measured, too, is drawn once on the roof
+    predicted = {"decode": 1.0, "gemm": 500.0}  # gemm is measured, too, and still has one point on the roof
     _, axes = plot_roofline("A100", 312, 2.0, predicted, measured={"gemm": (500.0, 218.4), "norm": (0.5, 0.4)})
     assert markers(axes) == [
         (0.5, 0.4, "solid"),
@@ -271,7 +271,7 @@ def test_a_point_above_the_roof_is_flagged_in_words_and_does_not_raise():
     assert "copy  107%" in words
     assert any("Above the roof: copy at 107%" in word and "bytes" in word for word in words)
     assert {text.get_text() for text in axes.get_legend().get_texts()} >= {"above the roof"}
-    assert next(t for t in axes.texts if t.get_text() == "2 TB/s").get_position()[0] < 1.25  # it hides no point
+    assert next(t for t in axes.texts if t.get_text() == "2 TB/s").get_position()[0] < 1.25  # this text hides no point
     flagged = next(text for text in axes.texts if text.get_text() == "copy  107%")
     plain_one = next(text for text in axes.texts if text.get_text() == "gemm  77%")
     assert flagged.get_color() != plain_one.get_color() and flagged.get_fontweight() == "bold"
@@ -295,7 +295,7 @@ def test_several_dtype_roofs():
     words = labels(axes)
     assert "bf16, fp16  989 TFLOP/s" in words
     assert "fp32  67 TFLOP/s, ridge 14" in words
-    assert "gemm fp32  50%" in words  # its own roof, not the main one
+    assert "gemm fp32  50%" in words  # a share of the fp32 roof, not of the main one
     flat = [line for line in axes.lines if len(line.get_xdata()) == 2 and len(set(line.get_ydata())) == 1]
     assert {line.get_ydata()[0] for line in flat} >= {989, 67}
     assert len({str(line.get_linestyle()) + line.get_color() for line in flat}) == len(flat)
@@ -322,7 +322,7 @@ def test_a_laptops_roof_is_in_gflops():
 
 
 def test_a_label_that_stands_nearer_to_another_point_has_a_line_to_its_own():
-    """Three points nearly above each other, as one layer on an H200 has them; a line to a point passes no other."""
+    """Three points of an H200's layer lie nearly above each other; no line from a label to its point touches another point."""
     points = {"prefill_B1": (524, 152.7), "prefill_B8": (536, 231.4), "prefill_B32": (537, 240.7), "B1": (2.3, 0.03)}
     figure, axes = plot_roofline("H200", 989, 4.8, measured=points)
     figure.canvas.draw()
@@ -339,7 +339,7 @@ def test_a_label_that_stands_nearer_to_another_point_has_a_line_to_its_own():
 
 
 def crowded(seed: int) -> dict:
-    """Keyword arguments of rooflines that crowd their labels in different ways."""
+    """Return keyword arguments of rooflines whose labels are crowded in different ways."""
     rng = np.random.default_rng(seed)
     close = {f"operation_{i}": 100 * 1.01**i for i in range(12)}
     same = {f"shape {i}": 40.0 for i in range(12)}
@@ -440,7 +440,7 @@ def test_series_survive_a_grey_printer_and_colour_blindness():
     for one, other in itertools.pairwise(SERIES[:4]):
         light, dark = sorted((luminance(one.color), luminance(other.color)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) > 1.8
-    # Marker, line and hatch tell every series apart without any colour.
+    # Marker, line and hatch distinguish all series without colour.
     for attribute in ("marker", "linestyle", "hatch"):
         assert len({str(getattr(look, attribute)) for look in SERIES}) == len(SERIES)
 
@@ -459,7 +459,7 @@ def test_gemm_latency_draws_the_numbers_it_was_given():
 
 
 class _Measured:
-    """What the plots read of a Measurement."""
+    """The attributes of a Measurement that the plots read."""
 
     def __init__(self, median_ms, interval_ms):
         self.median_ms, self.interval_ms = median_ms, interval_ms
@@ -509,7 +509,7 @@ def test_flash_draws_what_ran_out_of_memory():
 
 
 def bars(axes: Axes) -> dict[str, list[tuple[float, float, float]]]:
-    """Left, right and row of each bar, by colour."""
+    """Return left, right and row of each bar, by colour."""
     found = {}
     for collection in axes.collections:
         if isinstance(collection, matplotlib.collections.PolyCollection):
@@ -555,7 +555,7 @@ def test_plain_numbers():
 
 
 def test_a_mask_saved_plainly_keeps_its_titles():
-    """`fig.savefig(path)` without bbox_inches: nothing may stand outside of the figure."""
+    """`fig.savefig(path)` without bbox_inches crops at the figure's edge: nothing may lie outside."""
     from utils.attention.masks import causal
     from utils.visualization import plot_mask
 

@@ -1,6 +1,6 @@
 """The backends of attention, one file a library, in the order of the course: from the plainest to the fastest.
 
-docs/contributing.md has the steps to add one. Import the library inside of the functions: importing this package must
+docs/contributing.md has the steps to add a backend. Import the library inside of the functions: importing this package must
 import neither Triton nor flash-attn.
 """
 
@@ -32,7 +32,7 @@ BACKENDS = tuple(MODULES)
 
 
 def find_backend(name: str) -> Backend:
-    """Return the backend of that name; a ValueError lists the names."""
+    """Return the backend of this name; for a wrong name a ValueError lists all names."""
     if not isinstance(name, str) or name not in MODULES:
         raise ValueError(f"There is no attention backend {name!r}; choose one of {', '.join(BACKENDS)}, or auto.")
     return importlib.import_module(f"{__name__}.{MODULES[name]}").BACKENDS[name]

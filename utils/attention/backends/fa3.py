@@ -1,8 +1,8 @@
-"""FlashAttention 3: the C++ kernels for Hopper, called through the operators that their library registers with torch.
+"""FlashAttention 3: the C++ kernels for Hopper, called through the operators of their library.
 
 The library is found in this order: its operators are registered already; FLASH_ATTENTION_3_LIBRARY names the file
-`_C.so`; one of the packages that bring it is installed (flash-attn-3, or xformers, which has a copy). The operators
-are `torch.ops.flash_attn_3.fwd` and `bwd`; tensors are (B, S, H, D) there.
+`_C.so`; the package flash-attn-3 or xformers, which has a copy, is installed. The operators are
+`torch.ops.flash_attn_3.fwd` and `bwd`; their tensors are (B, S, H, D).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from utils.machine.device import Support, compute_capability, cuda_support
 from utils.validation import first_line
 
 VARIABLE = "FLASH_ATTENTION_3_LIBRARY"
-# Packages that bring the library, and the distribution that names its version.
+# {package with the library: distribution with its version}.
 _PACKAGES = {"flash_attn_3": "flash-attn-3", "xformers.flash_attn_3": "xformers"}
 
 
@@ -31,10 +31,10 @@ def _registered() -> bool:
 
 
 def _installed() -> tuple[Path, str] | None:
-    """Return the library's file in an installed package and the package with its version; None if there is none."""
+    """Return the library's file in an installed package, and the package with its version; None without such a package."""
     for package, distribution in _PACKAGES.items():
         top, _, below = package.partition(".")
-        spec = importlib.util.find_spec(top)  # the top-level package only: looking for a submodule would import it
+        spec = importlib.util.find_spec(top)  # only the top-level package: a search for a submodule would import it
         for folder in (spec.submodule_search_locations or ()) if spec else ():
             if files := sorted((Path(folder) / below).glob("_C*.so")):
                 try:
@@ -46,7 +46,7 @@ def _installed() -> tuple[Path, str] | None:
 
 @functools.cache
 def _library() -> tuple[Support, str]:
-    """Load the library once; return whether its operators can be called, and where they come from."""
+    """Load the library once; return whether its operators can be called, and their origin."""
     if _registered():
         return Support(True, "FlashAttention 3's operators are registered."), "operators registered elsewhere"
     named = os.environ.get(VARIABLE)
@@ -89,20 +89,20 @@ def _refuses(problem: Problem, options: Options) -> str:
 
 
 def _arguments(device, lengths: tuple[int, ...], causal: bool, scale: float, left: int, right: int) -> dict:
-    """Return the operators' arguments beside the tensors."""
+    """Return the operators' further arguments, after the tensors."""
     given = {"softmax_scale": scale, "is_causal": causal, "window_size_left": left, "window_size_right": right}
     return given | packed_arguments(lengths, device)
 
 
 def _forward(q, k, v, lengths: tuple[int, ...], *options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output (B, H, S, D), a view of (B, S, H, D), and the log-sum-exp (B, H, S), or (H, S) of packed sequences."""
+    """Return the output (B, H, S, D), a view of (B, S, H, D), and the log-sum-exp (B, H, S); for packed sequences it is (H, S)."""
     rows = (rows_first(x, lengths) for x in (q, k, v))
     out, lse, *_ = torch.ops.flash_attn_3.fwd.default(*rows, **_arguments(q.device, lengths, *options))
     return heads_first(out, lengths), lse
 
 
 class _Differentiable(torch.autograd.Function):
-    """`_forward` with the library's backward pass."""
+    """Computes `_forward`, with the library's backward pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, lengths, *options):

@@ -1,7 +1,7 @@
-"""The flash-attn packages: whichever is installed ("flash_attn"), FlashAttention 4 in the CuTe DSL ("cute"), torch's ("varlen").
+"""Three flash-attn backends: the installed package ("flash_attn"), FlashAttention 4 in the CuTe DSL ("cute"), torch's ("varlen").
 
-FlashAttention 4's kernel is compiled when it is first called, and is warp-specialized on Hopper and Blackwell. It does
-causal masks and windows by itself; other mask functions, and score modifiers, come into it through FlexAttention.
+FlashAttention 4's kernel is compiled at its first call, and is warp-specialized on Hopper and Blackwell. It does causal
+masks and windows by itself. FlexAttention compiles all other mask functions, and score modifiers, into it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from importlib import metadata
 import torch
 
 from utils.attention.backends.flex import bind_flash, refuses_flash
-from utils.attention.backends.sdpa import apart
+from utils.attention.backends.sdpa import separate_rows
 from utils.attention.choosing import of_lengths
 from utils.attention.problem import Backend, Options, Problem, positive_scale
 from utils.attention.sequences import packed_starts
 from utils.machine.device import Support, cuda_support, flash_attn_support
 
-_PACKAGES: dict = {4: ("flash_attn.cute", None), 2: ("flash_attn", -1)}  # and what it calls a window without a limit
+_PACKAGES: dict = {4: ("flash_attn.cute", None), 2: ("flash_attn", -1)}  # {version: (package, its value for no window)}
 
 
 def window_size(problem: Problem, unlimited: int | None) -> tuple:
-    """Return (keys to the left, keys to the right) in flash-attn's terms; its masks end at the last key, like ours."""
+    """Return flash-attn's window: (keys to the left, keys to the right). Its masks are aligned at the last key, like ours."""
     if problem.window is None:
         return (unlimited, unlimited)
     return (problem.window - 1, 0 if problem.causal else problem.window - 1)
 
 
 def one_batch(problem: Problem, options: Options) -> str:
-    """Say why a library that packs sequences as (S, H, D) does not take a problem; "" if it does."""
+    """Return why a library that packs sequences as (S, H, D) does not take a problem; "" if it takes it."""
     several = problem.lengths and problem.batch > 1
     return f"it packs sequences of one batch, and there are {problem.batch}." if several else ""
 
 
 def rows_first(x: torch.Tensor, lengths: tuple[int, ...] = ()) -> torch.Tensor:
-    """View (B, H, S, D) in flash-attn's layout, (B, S, H, D), or (S, H, D) of packed sequences.
+    """View (B, H, S, D) in flash-attn's layout, (B, S, H, D), or (S, H, D) for packed sequences.
 
-    A copy, if the head dimension is not contiguous.
+    If the head dimension is not contiguous, copy it.
     """
     x = x.transpose(1, 2)
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -47,12 +47,12 @@ def rows_first(x: torch.Tensor, lengths: tuple[int, ...] = ()) -> torch.Tensor:
 
 
 def heads_first(x: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """View what `rows_first` returns as (B, H, S, D) again."""
+    """View a tensor from `rows_first` as (B, H, S, D) again."""
     return (x[None] if lengths else x).transpose(1, 2)
 
 
 def packed_arguments(lengths: tuple[int, ...], device: torch.device) -> dict:
-    """Return flash-attn's arguments for packed sequences; none for others."""
+    """Return flash-attn's arguments for packed sequences; {} without lengths."""
     if not lengths:
         return {}
     starts, longest = packed_starts(lengths, device), max(lengths)
@@ -60,8 +60,8 @@ def packed_arguments(lengths: tuple[int, ...], device: torch.device) -> dict:
 
 
 def call_package(function, q, k, v, softmax_scale: float, lengths: tuple[int, ...] = (), **arguments) -> torch.Tensor:
-    """Call a `flash_attn_func` on tensors (B, H, S, D); a `flash_attn_varlen_func`, if there are lengths."""
-    q, scale = positive_scale(apart(q), softmax_scale)  # the kernels take the maximum before they scale
+    """Call a `flash_attn_func` on tensors (B, H, S, D), or with lengths a `flash_attn_varlen_func`."""
+    q, scale = positive_scale(separate_rows(q), softmax_scale)  # the kernels take the maximum before they scale
     rows = (rows_first(x, lengths) for x in (q, k, v))
     out = function(*rows, softmax_scale=scale, **packed_arguments(lengths, q.device), **arguments)
     return heads_first(out[0] if isinstance(out, tuple) else out, lengths)
@@ -88,9 +88,9 @@ def _implementation() -> str:
 
 
 def _native(problem: Problem) -> Problem | None:
-    """Return the problem in the kernel's own causal mask, window and packed sequences; None if it needs a function.
+    """Return the problem without functions, for the kernel's own causal mask, window and packed sequences; None if impossible.
 
-    Documents of equal length are not turned into sequences: that was slower than the block mask (docs/flexattention.md).
+    Documents of equal length do not become sequences: that was slower than the block mask (docs/flexattention.md).
     """
     plain = problem.plain_or_packed()
     native = plain is not None and plain.sq == problem.sq and (not plain.lengths or of_lengths(problem.mask_mod))
@@ -98,7 +98,7 @@ def _native(problem: Problem) -> Problem | None:
 
 
 def _refuses_cute(problem: Problem, options: Options) -> str:
-    if problem.mask_mod is not None or problem.score_mod is not None:  # not the kernel's own mask
+    if problem.mask_mod is not None or problem.score_mod is not None:  # the kernel has no mask of its own for this
         return refuses_flash(problem, options)
     if options.block_size is not None:
         return "it does this mask by itself, without blocks, and a block_size was given."
@@ -125,7 +125,7 @@ def _run_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Prob
     left, right = window_size(problem, -1)
     more: dict = {"window_size": (left, 0 if problem.causal else right)}
     if problem.grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        more["enable_gqa"] = True  # torch 2.11 takes fewer heads of keys without being asked
+        more["enable_gqa"] = True  # torch 2.11 takes fewer heads of keys without this argument
 
     def function(q, k, v, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
         packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k

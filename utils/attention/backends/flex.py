@@ -2,12 +2,12 @@
 
 | backend | runs as |
 |---|---|
-| flex_eager | Python: all scores stored, the mask evaluated for every pair |
-| flex | one fused kernel made by inductor (Triton on a GPU, C++ on a CPU) |
+| flex_eager | Python: it stores all scores and evaluates the mask for every pair |
+| flex | one fused kernel from inductor (Triton on a GPU, C++ on a CPU) |
 | flex_flash | the same with BACKEND=FLASH: the functions go into FlashAttention 4's CuTe kernel |
 
-Two of the Triton kernel's options are claims about the mask. They are made only after counting the mask's blocks has
-shown that they hold.
+Two of the Triton kernel's options are claims about the mask. This file uses them only after it has counted the mask's
+blocks and found the claims true.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 
 from utils.attention.backends.plain import reason_against_compiling
 from utils.attention.masks.blocks import BlockSize, block_sizes, build_timed, count_blocks
-from utils.attention.masks.mask_mods import MaskMod, captured, different_masks, row_chunks
+from utils.attention.masks.mask_mods import MaskMod, captures, different_masks, row_chunks
 from utils.attention.prepared import compile_attend, own_copy
 from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused
 from utils.machine.device import Support, compile_support, compute_capability, flash_attn_support
 from utils.machine.versions import keep_captured_floats_constant
 
-SMALLEST_TILE, DEFAULT_TILE = 16, 128  # of the Triton kernel, in queries and in keys
-# Triton's tile on Hopper in 16 bit, at head dimensions 64 and 128, measured on an H200: 64 x 64 with 4 warps leaves room
-# for several tiles on a multiprocessor, so that one tile starts and ends while another is in its loop. Inductor's own
-# choice is 4 to 15% slower.
+SMALLEST_TILE, DEFAULT_TILE = 16, 128  # tiles of the Triton kernel, in queries and in keys
+# Triton's tile on Hopper in 16 bit, at head dimensions 64 and 128, measured on an H200. With 64 x 64 and 4 warps, several tiles
+# fit on a multiprocessor, so that a tile can start or end while another tile is in its loop. Inductor's own choice is 4 to 15%
+# slower.
 HOPPER_TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
 
@@ -37,11 +37,11 @@ HOPPER_TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
 
 def needed_kernel_options(block_size: tuple[int, int], lengths: tuple[int, int] = (0, 0)) -> dict:
-    """Return the options that FlexAttention's Triton kernel needs to be right for blocks of this size.
+    """Return the options that FlexAttention's Triton kernel needs for right results with blocks of this size.
 
-    Its tiles must divide the blocks: the tile is named where inductor's own, 128, does not. And inductor leaves out
-    the check of the sequence's end where the lengths are multiples of 128: if they are no multiples of the block size,
-    the last block reaches beyond the last key, and the kernel would attend to the memory that follows.
+    Tiles must divide the blocks, so the options name the tile if inductor's own, 128, does not. Inductor also leaves out the
+    check of the sequence's end if the lengths are multiples of 128. If they are no multiples of the block size, the last
+    block reaches beyond the last key, and the kernel would attend to the memory after it.
     """
     options: dict = {}
     if any(size % DEFAULT_TILE for size in block_size):
@@ -51,19 +51,19 @@ def needed_kernel_options(block_size: tuple[int, int], lengths: tuple[int, int] 
 
 
 def triton_options(problem: Problem, block_size: BlockSize = 128) -> dict:
-    """Return kernel options of FlexAttention's Triton kernel: the measured tile, and the proved claims about the mask."""
+    """Return options of FlexAttention's Triton kernel: the measured tile, and the proved claims about the mask."""
     if problem.device.type != "cuda":
         return {}
     blocks, on_hopper = block_sizes(block_size), compute_capability() == (9, 0)
     divided = not (blocks[0] % HOPPER_TILE["BLOCK_M"] or blocks[1] % HOPPER_TILE["BLOCK_N"])
     measured = on_hopper and problem.dtype.itemsize == 2 and problem.head_dim in (64, 128)
     tile = HOPPER_TILE if measured and divided else {}
-    # Where inductor chooses the tile, the claims must hold for its smallest.
+    # If inductor chooses the tile, the claims must hold for its smallest tile.
     least_keys = tile.get("BLOCK_N", SMALLEST_TILE)
     mask, device = problem.mask_function(), str(problem.device)
     if different_masks(mask, problem.batch, problem.heads, device) != (1, 1):
         return tile  # the claims would have to be counted for each sequence and head
-    return tile | proved_options(mask, problem.sq, problem.sk, device, blocks, least_keys, captured(mask))
+    return tile | proved_options(mask, problem.sq, problem.sk, device, blocks, least_keys, captures(mask))
 
 
 @functools.lru_cache(maxsize=64)
@@ -76,17 +76,17 @@ def proved_options(
     tile_keys: int,
     read: tuple = (),
 ) -> dict:
-    """Return the claims about a mask, which has `captured` these, that counting shows to hold, for tiles of `tile_keys` keys.
+    """Return the claims about a mask that a count proves for tiles of `tile_keys` keys; read: `captures(mask_mod)`, for the cache.
 
-    ROWS_GUARANTEED_SAFE: each query sees a key of the first tile that the kernel visits. That it sees a key in some
-    tile is not enough, though FlexAttention's documentation says so: after the first tile the running maximum would
-    still be minus infinity, and its difference with itself is NaN. BLOCKS_ARE_CONTIGUOUS: no row of blocks has a gap.
+    ROWS_GUARANTEED_SAFE: each query sees a key of the first tile that the kernel visits. FlexAttention's documentation asks
+    for a key in any tile, but that is not enough: after the first tile the running maximum would still be minus infinity, and
+    its difference with itself is NaN. BLOCKS_ARE_CONTIGUOUS: no row of blocks has a gap.
     """
     if mask_mod is None:
         return {"ROWS_GUARANTEED_SAFE": True}
     blocks = count_blocks(mask_mod, sq, sk, device, block_size)
     options = {}
-    # Partial blocks are visited before full ones, each kind from the left.
+    # The kernel visits partial blocks first and then full blocks, each from the left.
     first = torch.where(blocks.partial.any(1), blocks.partial.int().argmax(1), blocks.full.int().argmax(1))
     keys = first.repeat_interleave(block_size[0])[:sq, None] * block_size[1] + torch.arange(tile_keys, device=device)
 
@@ -102,7 +102,7 @@ def proved_options(
 
 
 def _without_gaps(blocks: torch.Tensor) -> bool:
-    """Whether the True cells of every row are neighbours."""
+    """Whether in every row all True cells are neighbours."""
     starts = blocks & ~torch.nn.functional.pad(blocks, (1, 0))[:, :-1]
     return bool((starts.sum(1) <= 1).all())
 
@@ -146,7 +146,7 @@ def _refuses_compiled(problem: Problem, options: Options) -> str:
 
 
 def refuses_flash(problem: Problem, options: Options) -> str:
-    """Say why FlashAttention 4's kernel cannot do this problem through FlexAttention; "" if it can."""
+    """Return why FlashAttention 4's kernel cannot do this problem through FlexAttention; "" if it can."""
     if problem.needs_grad:
         return "it is used forward only under functions, and an input requires a gradient."
     if problem.mask_function() is not None and problem.head_dim > 128:
@@ -171,14 +171,14 @@ def _flex_call(problem: Problem, blocks, options: dict | None) -> Attend:
     given, scale, grouped, on_cpu = problem.score_mod, problem.scale, problem.grouped, problem.device.type == "cpu"
 
     def in_fp32(score, b, h, q, k):
-        return given(score, b, h, q, k).float()  # compiled for a CPU, it reads scores of another type as fp32
+        return given(score, b, h, q, k).float()  # code for a CPU reads scores of any type as fp32
 
     mod = in_fp32 if on_cpu and given is not None else given
 
     def attend(q, k, v):
-        # Compiled, it takes a stride of zero in the last dimension for one, and reads behind the tensor.
+        # Compiled code takes a stride of zero in the last dimension for one, and reads behind the tensor.
         q, k, v = (x if x.stride(-1) else x.contiguous() for x in (q, k, v))
-        q, k, v = (x.detach() for x in (q, k, v)) if on_cpu else (q, k, v)  # it asks there even under no_grad
+        q, k, v = (x.detach() for x in (q, k, v)) if on_cpu else (q, k, v)  # a CPU refuses gradients even under no_grad
         result = flex_attention(
             q, k, v, score_mod=mod, block_mask=blocks, scale=scale, enable_gqa=grouped, kernel_options=options, **more
         )
@@ -188,7 +188,7 @@ def _flex_call(problem: Problem, blocks, options: dict | None) -> Attend:
 
 
 def _blocks(problem: Problem, options: Options) -> Bound:
-    """Return what a binding begins with: the block mask, its settings, and the seconds that it took."""
+    """Return the first form of a binding: an eager call with its block mask, settings, and seconds for the block mask."""
     mask = problem.mask_function()
     heads = problem.batch, problem.heads
     block_mask, seconds = build_timed(mask, problem.sq, problem.sk, problem.device, options.blocks, *heads)
@@ -207,7 +207,7 @@ def _bind_compiled(problem: Problem, options: Options) -> Bound:
 
 
 def bind_flash(problem: Problem, options: Options) -> Bound:
-    """Bind FlexAttention with BACKEND=FLASH; its refusal comes with the first call."""
+    """Bind FlexAttention with BACKEND=FLASH. It may refuse at the first call."""
     bound = _compiled(problem, options, [{"BACKEND": "FLASH"} | (options.kernel_options or {})])
     compile_and_call = bound.first
 
@@ -216,7 +216,7 @@ def bind_flash(problem: Problem, options: Options) -> Bound:
             return compile_and_call(q, k, v)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # FlashAttention 4 refuses a problem only while its kernel is compiled
+        except RuntimeError as error:  # FlashAttention 4 refuses a problem during the compilation of its kernel
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             reason = lines[0] if lines else type(error).__name__
             raise Refused(f"FlexAttention's FLASH backend refused it ({reason[:300]}).") from error
@@ -226,17 +226,17 @@ def bind_flash(problem: Problem, options: Options) -> Bound:
 
 
 def fewer_stages(kernel_options: dict, given: dict) -> list[dict]:
-    """Return the kernel options to try in turn: these, then with fewer stages, unless the stages were given.
+    """Return the kernel options to try in turn: these options, then fewer stages, unless the caller has given the stages.
 
-    Tensors that a mask or a modifier reads go through the pipeline too. Inductor does not count them when it chooses
-    the stages, so that the kernel may need more shared memory than there is.
+    Tensors that a mask or a modifier reads go through the pipeline, too. Inductor does not count them when it chooses the
+    stages, so the kernel may need too much shared memory.
     """
     fewer = [n for n in (2, 1) if n < kernel_options.get("num_stages", 3) and "num_stages" not in given]
     return [kernel_options, *(kernel_options | {"num_stages": n} for n in fewer)]
 
 
 def first_that_fits(attempts: list[dict], use: Callable[[dict], torch.Tensor]) -> torch.Tensor:
-    """Return use(options) of the first options whose kernel fits into shared memory."""
+    """Return use(options) for the first options with a kernel that fits into shared memory."""
     errors = []
     for options in attempts:
         try:
@@ -249,7 +249,7 @@ def first_that_fits(attempts: list[dict], use: Callable[[dict], torch.Tensor]) -
 
 
 def _compiled(problem: Problem, options: Options, attempts: list[dict]) -> Bound:
-    """Bind FlexAttention under torch.compile, with the first of these kernel options that fit at the first call."""
+    """Bind FlexAttention under torch.compile; its first call takes the first of these kernel options that fit."""
     bound = _blocks(problem, options)
     bound.settings["mode"] = mode = options.mode or "default"
 

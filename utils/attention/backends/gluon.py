@@ -1,8 +1,8 @@
 """This course's own FlashAttention in Gluon: step 5 of the ladder in `utils/attention/gluon`, for Hopper.
 
-A few queries over more keys go to the decode kernel (`utils/attention/gluon/decode`), which splits the keys, unless
-gradients are needed. A GPU of compute capability 10 takes the kernel of `utils/attention/gluon/blackwell`, by its name
-only and with a warning: it was compiled and simulated, and no GPU has run it.
+Without gradients, a few queries over more keys go to the decode kernel (`utils/attention/gluon/decode`), which splits the keys.
+On a GPU of compute capability 10, the backend runs the kernel of `utils/attention/gluon/blackwell`, but "auto" does not take it,
+and it warns: the kernel was compiled and simulated, and no GPU has run it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from utils.attention.problem import Attend, Backend, Options, Problem, positive_
 from utils.kernels.handle import KEPT, layout, needs_grad
 from utils.machine.device import compute_capability, gluon_on_blackwell, gluon_support
 
-# Measured on an H200 (docs/kernels/decode.md): the decode kernel is faster than step 5 for up to 32 new tokens, and for up
-# to 64 if batch x heads is below the 132 SMs: step 5 then has no tile for some of the SMs. Where that is so for half of them, and
-# keys are four times as many as queries, the decode kernel takes 0.35 to 0.65 of step 5's time, however many queries there are.
+# Measured on an H200 (docs/kernels/decode.md): the decode kernel is faster than step 5 for up to 32 new tokens, and for up to 64
+# if batch x heads is below the 132 SMs, because step 5 then has no tile for some SMs. If it has none for half of the SMs, and
+# there are four times as many keys as queries, the decode kernel takes 0.35 to 0.65 of step 5's time for any number of queries.
 FEW_QUERIES, FEW_HEADS = 32, 132
 
 
 def decodes(problem: Problem) -> bool:
-    """Whether the decode kernel takes this: few queries, but one at least, over more keys, or few tiles of queries over many."""
+    """Whether the decode kernel takes a problem: few queries over more keys, or few tiles of queries over many keys."""
     heads, sq, sk = problem.batch * problem.heads, problem.sq, problem.sk
     few = sq <= FEW_QUERIES or (sq <= MOST_QUERIES and heads < FEW_HEADS)
     few = few or (2 * heads * -(-sq // 64) <= FEW_HEADS and sk >= 4 * sq)
@@ -44,7 +44,7 @@ def _refuses(problem: Problem, options: Options) -> str:
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
     causal, scale, window, with_lse = problem.causal, problem.scale, problem.window, problem.with_lse
-    # The decode kernel has no backward pass and leaves no log-sum-exp to one.
+    # The decode kernel has no backward pass and no log-sum-exp.
     if decodes(problem) and not (with_lse or needs_grad(q, k, v)):
         from utils.attention.gluon.decode.launch import decode
 
@@ -55,7 +55,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
 
 
 def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Attend | None:
-    """Return the launch that `run_step` kept for tensors of this layout; None if a call must go through `_run`, as for a gradient."""
+    """Return the kept launch of step 5 for tensors of this layout; None if a call must go through `_run`, as for a gradient."""
     if decodes(problem) or problem.needs_grad or problem.scale <= 0:
         return None
     window, lengths = problem.window or 0, problem.lengths

@@ -1,8 +1,8 @@
-"""Unfused attention: matmul, softmax, matmul, each a kernel of its own. The baseline of every lab.
+"""Unfused attention, the baseline of every lab: matmul, softmax and matmul are separate kernels.
 
 The scores, (B, H, Sq, Sk), are written to and read from memory three times: at S = 16384 and 16 heads, 8.6 GB in bf16.
-`naive_compiled` is the same under torch.compile: the honest baseline of a speed-up that comes from skipping blocks,
-since it has the same fusion of modifier, mask and softmax, and skips nothing.
+`naive_compiled` is the same under torch.compile. It is the honest baseline for kernels that skip blocks: it fuses modifier,
+mask and softmax as they do, and skips nothing.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from utils.machine.device import Support, compile_support
 
 
 def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty: torch.Tensor | None) -> Attend:
-    """Return attention with all scores stored.
+    """Return a function for attention that stores all scores.
 
     Args:
         problem: the problem.
         hidden: broadcasts to (B, H, Sq, Sk); True where a query does not see a key.
-        empty: broadcasts to (B, H, Sq, 1); True where a query sees no key. None: every query sees one.
+        empty: broadcasts to (B, H, Sq, 1); True where a query sees no key. None: every query sees a key.
     """
     scale, score_mod, group = problem.scale, problem.score_mod, problem.heads // problem.kv_heads
     with_lse = problem.with_lse
 
     def attend(q, k, v):
-        if v.dtype.itemsize == 2 and v.device.type == "cpu":  # no slower there; scores in fp16 may be infinite
+        if v.dtype.itemsize == 2 and v.device.type == "cpu":  # fp32 is as fast there, and fp16 scores may be infinite
             q, k = q.float(), k.float()
-        if group > 1:  # heads that share K and V: broadcast, not repeated
+        if group > 1:  # heads that share K and V broadcast them, and repeat nothing
             q, k, v = q.unflatten(1, (-1, group)), k.unsqueeze(2), v.unsqueeze(2)
         scores = q @ k.transpose(-1, -2) * scale
         if group > 1:
             scores = scores.flatten(1, 2)
         if score_mod is not None:
             if scores.dtype.itemsize == 2:
-                scores = scores.float()  # as FlexAttention does: modifier and softmax in fp32
+                scores = scores.float()  # modifier and softmax compute in fp32, as in FlexAttention
             scores = modify_all_scores(score_mod, scores)
         if hidden is not None:
             scores = scores.masked_fill(hidden, float("-inf"))
-        weights = torch.softmax(scores, -1).to(v.dtype)  # 16-bit scores too are summed in fp32
+        weights = torch.softmax(scores, -1).to(v.dtype)  # sums are in fp32 for 16-bit scores, too
         if empty is not None:
             weights = weights.masked_fill(empty, 0.0)  # the softmax of nothing is nan
         out = (weights.unflatten(1, (-1, group)) @ v).flatten(1, 2) if group > 1 else weights @ v
@@ -67,12 +67,12 @@ def _bind(problem: Problem, options: Options) -> Bound:
 def _bind_compiled(problem: Problem, options: Options) -> Bound:
     bound, mode = _bind(problem, options), options.mode or "default"
     source = own_copy(bound.call)
-    # Inductor recognizes attention in these three operators and would call SDPA's flash backend: another algorithm.
+    # Without this option inductor recognizes attention in these three operators and calls SDPA's flash backend.
     return Bound(compile_attend(source, mode, pattern_matcher=False), {"mode": mode}, bound.seconds, source)
 
 
 def reason_against_compiling(problem: Problem, options: Options) -> str:
-    """Say why torch.compile does not run here with these options; "" if it does."""
+    """Return why torch.compile does not run here with these options; "" if it runs."""
     if problem.device.type != ("cuda" if torch.cuda.is_available() else "cpu"):
         return f"torch.compile was probed for another device than {problem.device}."
     if torch._C._functorch.peek_interpreter_stack() is not None:

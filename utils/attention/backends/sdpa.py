@@ -1,7 +1,7 @@
-"""scaled_dot_product_attention: its four backends, each pinned so that torch cannot take another one, and its own choice.
+"""scaled_dot_product_attention: its four backends, each pinned, and torch's own choice.
 
-A pin allows one backend and no other: if that backend does not take the call, torch raises, and its reason is passed
-on as `Refused`. `is_causal` is used where it means the same as `causal`; any other mask is given as a tensor.
+A pin allows one backend only. If that backend does not take the call, torch raises an error, and its reason becomes a
+`Refused`. `is_causal` is used if it means the same as `causal`; all other masks are tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from utils.validation import first_line
 
 HALF = (torch.float16, torch.bfloat16)
 
-# The operators that a call leaves in a trace, by the backend that ran. Math's backward pass has plain operators only.
+# {operator of a backend in a trace: the backend}. The backward pass of math has plain operators only.
 _KINDS = {
     "cudnn_attention": "cudnn",
     "flash_attention": "flash",
@@ -42,14 +42,14 @@ MATH_BACKWARD = "aten::_softmax_backward_data"
 
 @dataclass(frozen=True)
 class Pin:
-    """One SDPA backend and its limits on a GPU (on a CPU, flash takes everything, in a loop of its own)."""
+    """One SDPA backend and its limits on a GPU. On a CPU, flash is a different loop without these limits."""
 
     backend: SDPBackend
     summary: str
     kernels: str
     on_cpu: bool = False
-    masks: bool = False  # takes a mask as a tensor
-    groups: bool = True  # takes fewer heads of K and V than of Q
+    masks: bool = False  # whether it takes a mask as a tensor
+    groups: bool = True  # whether it takes fewer heads of K and V than of Q
     dtypes: tuple[torch.dtype, ...] | None = None
     longest_head: int | None = None
 
@@ -90,13 +90,13 @@ _PART_OF_TORCH = Support(True, "Part of torch, on every device.")
 
 @functools.cache
 def probe(backend: SDPBackend, device_type: str) -> Support:
-    """Whether a backend runs on a kind of device, shown by a call: torch's switches also say yes where it cannot."""
+    """Call a backend to see whether it runs on a kind of device: torch's switches may say yes for a backend that cannot run."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return Support(False, "there is no NVIDIA GPU.", "Use a machine with an NVIDIA GPU.")
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
     x = torch.ones(1, 1, 16, 64, dtype=dtype, device=device_type)
     try:
-        _refusing(_pinning(backend, F.scaled_dot_product_attention))(x, x, x)
+        _raise_refusals(_pin(backend, F.scaled_dot_product_attention))(x, x, x)
     except RuntimeError as error:
         why = f"torch's {backend.name} backend does not run on {device_type}: {str(error).splitlines()[0]}"
         return Support(False, why, "Use another SDPA backend.")
@@ -110,7 +110,7 @@ def _machine(pin: Pin) -> Support:
 
 
 def _needs_mask(problem: Problem) -> bool:
-    """Whether a mask must be stored; is_causal is aligned at the first query and key."""
+    """Whether a problem needs a mask as a tensor: is_causal is aligned at the first query and key."""
     return problem.mask_mod is not None or problem.window is not None or (problem.causal and problem.sq != problem.sk)
 
 
@@ -153,13 +153,13 @@ def _refuses_functions(problem: Problem, options: object = None) -> str:
     return ""
 
 
-def apart(q: torch.Tensor) -> torch.Tensor:
-    """Return queries whose rows do not overlap, for torch's flash kernels, which write an output that lies as q does."""
+def separate_rows(q: torch.Tensor) -> torch.Tensor:
+    """Return queries without overlapping rows: torch's flash kernels write an output with the strides of q."""
     return q.contiguous() if min(q.stride()[:3]) < q.shape[3] else q
 
 
 def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bound:
-    """Bind a pinned backend, or torch's own choice (None), which gets documents as a mask and not as sequences."""
+    """Bind a pinned backend. None binds torch's own choice, which gets documents as a mask, and not as sequences."""
     plain = problem.plain() or problem
     if backend is None and plain.sq != problem.sq:
         plain = problem
@@ -172,17 +172,17 @@ def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bou
     arguments = dict(attn_mask=mask, is_causal=plain.causal and mask is None, enable_gqa=plain.grouped)
 
     def attend(q, k, v):
-        # On a CPU, torch's flash backend scales the minus infinity of a causal mask, too: nan, or what is masked is seen.
-        q, scale = positive_scale(apart(q), plain.scale)
+        # On a CPU, torch's flash backend scales the minus infinity of a causal mask, too: a scale that is not positive breaks it.
+        q, scale = positive_scale(separate_rows(q), plain.scale)
         return F.scaled_dot_product_attention(q, k, v, scale=scale, **arguments)
 
-    pinned = attend if backend is None else _pinning(backend, attend)
-    call, first = (on_plain_shapes(problem, plain, x) for x in (pinned, _refusing(pinned)))
+    pinned = attend if backend is None else _pin(backend, attend)
+    call, first = (on_plain_shapes(problem, plain, x) for x in (pinned, _raise_refusals(pinned)))
     seconds = {"mask": time.perf_counter() - began}
     return Bound(call, {"stored_mask": mask is not None}, seconds, first=first, light=mask is None)
 
 
-# Torch's switches of SDPA backends, by the name in `torch._C._get_NAME_sdp_enabled` and `torch._C._set_sdp_use_NAME`.
+# {backend: NAME} of torch's switches `torch._C._get_NAME_sdp_enabled` and `torch._C._set_sdp_use_NAME`.
 _SWITCHES = {
     SDPBackend.FLASH_ATTENTION: "flash",
     SDPBackend.EFFICIENT_ATTENTION: "mem_efficient",
@@ -190,13 +190,13 @@ _SWITCHES = {
     SDPBackend.CUDNN_ATTENTION: "cudnn",
     SDPBackend.OVERRIDEABLE: "overrideable",
 }
-_SWITCHING = threading.RLock()  # they are the process's: a thread would run, and leave behind, what another one pinned
+_SWITCHING = threading.RLock()  # all threads share the switches: without the lock a thread would run another's pin
 
 
-def _pinning(backend: SDPBackend, attend: Attend) -> Attend:
+def _pin(backend: SDPBackend, attend: Attend) -> Attend:
     """Return `attend` with one backend pinned, as under `sdpa_kernel`.
 
-    The context manager takes several times as long as the call. Only torch.compile, which knows it, gets it.
+    That context manager takes several times as long as the call, so only torch.compile, which knows it, gets it.
     """
     reads = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in _SWITCHES.values()]
     writes = [getattr(torch._C, f"_set_sdp_use_{name}") for name in _SWITCHES.values()]
@@ -219,12 +219,11 @@ def _pinning(backend: SDPBackend, attend: Attend) -> Attend:
     return attend_pinned
 
 
-def _refusing(attend: Attend) -> Attend:
-    """Return `attend`, raising Refused with torch's reason if the pinned backend does not take it.
+def _raise_refusals(attend: Attend) -> Attend:
+    """Return `attend` with an error: it raises Refused with torch's reason if the pinned backend does not take the call.
 
-    Torch gives its reasons as warnings. (`torch.backends.cuda.can_use_flash_attention(params, debug=True)` and its
-    sisters answer without a call, but on a GPU they write the reason to standard error, past Python's warnings, and
-    on a CPU they say no to everything.)
+    Torch gives its reasons as warnings. (`torch.backends.cuda.can_use_flash_attention(params, debug=True)` and similar
+    functions answer without a call. But on a GPU they write the reason to standard error, and on a CPU they always say no.)
     """
 
     def attend_or_refuse(q, k, v):
@@ -243,7 +242,7 @@ def _refusing(attend: Attend) -> Attend:
 
 
 def _reasons(caught: list) -> str:
-    """Return torch's warnings as sentences, without their origin and without those about other backends."""
+    """Return torch's warnings as sentences, without their origin and without warnings about other backends."""
     texts = [re.sub(r"\s*\((?:Triggered|function) .*", "", str(w.message), flags=re.S).strip() for w in caught]
     texts = [text for text in texts if "not used because" not in text and "been runtime disabled" not in text]
     return " ".join(text if text.endswith(".") else f"{text}." for text in dict.fromkeys(texts) if text)
@@ -255,7 +254,7 @@ def _implementation(name: str) -> str:
     return f"SDPA of torch {torch.__version__}, {name} alone"
 
 
-def _pinned(name: str, pin: Pin) -> Backend:
+def _pinned_backend(name: str, pin: Pin) -> Backend:
     on_cpu = "|".join(f"{operator}$" for operator, ran in FORWARD_OPERATORS.items() if ran == name)
     return Backend(
         name=name,
@@ -270,7 +269,7 @@ def _pinned(name: str, pin: Pin) -> Backend:
     )
 
 
-BACKENDS = {name: _pinned(name, pin) for name, pin in PINS.items()}
+BACKENDS = {name: _pinned_backend(name, pin) for name, pin in PINS.items()}
 BACKENDS["sdpa"] = Backend(
     name="sdpa",
     summary="SDPA with torch's own choice of backend",

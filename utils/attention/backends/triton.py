@@ -1,11 +1,11 @@
 """FlashAttention in plain Triton: for GPUs before Hopper, and for a CPU in the simulator.
 
-One program owns BLOCK_M rows of queries and walks over the keys in blocks: scores, running maximum and sum, rescale,
-second product. Triton decides about shared memory, pipelining and the tensor-core instruction.
+One program owns BLOCK_M rows of queries and walks over the keys in blocks. For each block it computes the scores, the
+running maximum and sum, rescales the output, and adds P V. Triton chooses shared memory, pipelining and the instructions.
 
-    part       what
     tile       BLOCK_M x BLOCK_N: 128 x 64 (head dim up to 128), 64 x 32 beyond; simulator: 128 x 128
     pipeline   num_stages=2, by Triton
+    measured   not among the recorded kernels
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOG2_E = 1.4426950408889634  # the kernel uses exp2: e^x = 2^(x log2 e)
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int) -> torch.Tensor:
-    """Launch the kernel; window 0 is no window."""
+    """Launch the kernel; window 0 means no window."""
     import triton
 
     from utils.attention.backends.triton_kernel import flash_forward_kernel

@@ -1,4 +1,4 @@
-"""The Triton kernel behind the backend "triton", in a file of its own, since importing it imports Triton."""
+"""The Triton kernel of the backend "triton"; triton.py describes it. Importing this file imports Triton."""
 
 import triton
 import triton.language as tl
@@ -27,13 +27,13 @@ def flash_forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute BLOCK_M rows of one head: one pass over the keys, with a running maximum m and a running sum."""
+    """Compute BLOCK_M rows of one head in one pass over the keys, with a running maximum m and a running sum."""
     q_b, q_h, q_s, q_d = q_strides
     k_b, k_h, k_s, k_d = k_strides
     v_b, v_h, v_s, v_d = v_strides
     o_b, o_h, o_s, o_d = o_strides
     row = tl.program_id(0) * BLOCK_M
-    # A row or a head times its stride can be more than 32 bits hold.
+    # A row or a head times its stride can exceed 32 bits.
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
     rows = row + tl.arange(0, BLOCK_M)

@@ -1,10 +1,10 @@
-"""Masks and score modifiers as functions, and the blocks and costs that follow from a mask.
+"""Masks and score modifiers as functions, and the blocks and costs of a mask.
 
 from utils.attention.masks import both, causal, dense_mask, documents, score_mods
 from utils.attention.masks.sparsity import sparsity       # blocks and the speed-up that a mask promises
 """
 
-# ruff: noqa: F401 (what is imported here is what the package offers)
+# ruff: noqa: F401 (these imports are the names of the package)
 from utils.attention.masks import score_mods
 from utils.attention.masks.blocks import (
     Blocks,

@@ -10,7 +10,7 @@ import torch
 
 from utils.attention.masks.mask_mods import (
     MaskMod,
-    captured,
+    captures,
     check_device,
     different_masks,
     errors_of,
@@ -33,9 +33,9 @@ def block_sizes(block_size: BlockSize) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which blocks of keys each block of queries needs: the content of FlexAttention's BlockMask, without it.
+    """The blocks of keys that each block of queries needs, as plain tensors instead of FlexAttention's BlockMask.
 
-    counts (query blocks, key blocks): pairs let through; full, partial: bool of the same shape.
+    counts (query blocks, key blocks): pairs that the mask lets through; full, partial: bool of the same shape.
     """
 
     counts: torch.Tensor
@@ -53,7 +53,7 @@ def count_blocks(
     b: int = 0,
     h: int = 0,
 ) -> Blocks:
-    """Count the pairs of every block, of sequence b and head h. A block that reaches over an edge is partial."""
+    """Count the pairs of every block, for sequence b and head h. A block that reaches over an edge is partial."""
     size_q, size_k = block_sizes(block_size)
     chunks = []
     for _, rows in row_chunks(mask_mod, sq, sk, device, size_q, b, h):
@@ -80,7 +80,7 @@ def build_block_mask(
 ) -> Any:
     """Return FlexAttention's BlockMask, kept for the next call; None for no mask.
 
-    It is one for all sequences and heads, unless the mask reads b or h: then `batch` or `heads` says how many there are.
+    All sequences and heads share it, unless the mask reads b or h: then `batch` or `heads` must say how many there are.
     """
     return build_timed(mask_mod, sq, sk, device, block_size, batch, heads)[0]
 
@@ -88,7 +88,7 @@ def build_block_mask(
 def build_timed(
     mask_mod: MaskMod | None, sq: int, sk: int, device, block_size: BlockSize, batch: int | None, heads: int | None
 ) -> tuple[Any, float]:
-    """Return (block mask, seconds that create_block_mask took when it was built); (None, 0) for no mask."""
+    """Return (block mask, seconds of create_block_mask when it was built); (None, 0) for no mask."""
     if mask_mod is None:
         return None, 0.0
     check_device(mask_mod, device)
@@ -98,7 +98,7 @@ def build_timed(
         raise ValueError(f"mask function {name_of(mask_mod)} reads {missing}, for how many of them blocks are listed.")
     lengths = whole_number("sq", sq), whole_number("sk", sk)
     key = (mask_mod, sequences, own_heads, *lengths, str(device), block_sizes(block_size))
-    kept = key, captured(mask_mod)
+    kept = key, captures(mask_mod)
     if kept not in _kept:
         _kept[kept] = _build(*key)
     return _kept[kept]
@@ -118,7 +118,7 @@ def _build(mask_mod, batch, heads, sq, sk, device, block_size) -> tuple[Any, flo
 def seconds_to_build_block_mask(
     mask_mod: MaskMod, sq: int, sk: int, device: torch.device | str = "cpu", block_size: BlockSize = 128
 ) -> float:
-    """Measure the seconds that create_block_mask takes once everything is warm: the median of three."""
+    """Measure the seconds of a warm create_block_mask: the median of three."""
     return sorted(_build(mask_mod, 1, 1, sq, sk, device, block_sizes(block_size))[1] for _ in range(3))[1]
 
 

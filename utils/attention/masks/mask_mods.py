@@ -24,11 +24,11 @@ from utils.reads import names_in, read_by
 from utils.validation import whole_number
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-ROWS_AT_ONCE = 2**24  # pairs of a dense mask that are evaluated at a time: 128 MiB for each int64 intermediate
+ROWS_AT_ONCE = 2**24  # pairs of a dense mask evaluated at a time: 128 MiB for each int64 intermediate
 
 
 def named(mod: Callable, name: str, **facts: Any) -> Callable:
-    """Give a function a name that reads well in tables and errors, and facts about it as attributes."""
+    """Give a function a readable name for tables and errors, and facts about it as attributes."""
     mod.__name__ = mod.__qualname__ = name
     for key, value in facts.items():
         setattr(mod, key, value)
@@ -46,7 +46,7 @@ def causal(b, h, q, k):
 
 
 def sliding_window(window: int) -> MaskMod:
-    """Causal, and only the last `window` keys, the query's own key included."""
+    """Let a query see the last `window` keys up to its own key, which counts as one of them."""
     whole_number("window", window)
 
     def mask_mod(b, h, q, k):
@@ -56,7 +56,7 @@ def sliding_window(window: int) -> MaskMod:
 
 
 def nearby(window: int) -> MaskMod:
-    """Only keys fewer than `window` positions away, before or after the query."""
+    """Let a query see only keys fewer than `window` positions away, before or after it."""
     whole_number("window", window)
 
     def mask_mod(b, h, q, k):
@@ -66,7 +66,7 @@ def nearby(window: int) -> MaskMod:
 
 
 def documents(ids_or_span: torch.Tensor | int) -> MaskMod:
-    """A query sees its own document only: `ids` (S,) number each token's document, or each has `span` tokens."""
+    """Let a query see its own document only: `ids` (S,) has the document of each token, or each document has `span` tokens."""
     if not isinstance(ids_or_span, torch.Tensor):
         span = whole_number("span", ids_or_span)
         return named(lambda b, h, q, k: q // span == k // span, f"documents({span})", kind="documents", span=span)
@@ -80,7 +80,7 @@ def documents(ids_or_span: torch.Tensor | int) -> MaskMod:
 
 
 def document_ids(lengths: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the document number of each token, (S,), of documents in a row: lengths 2, 3 give 0 0 1 1 1."""
+    """Return the document number of each token, (S,), for documents in a row: lengths 2, 3 give 0 0 1 1 1."""
     lengths = [whole_number("a document's length", length) for length in lengths]
     if not lengths:
         raise ValueError("document_ids() was given no lengths; give one whole number a document.")
@@ -89,7 +89,7 @@ def document_ids(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
 
 
 def document_lengths(mask_mod: Any, tokens: int) -> tuple[int, ...]:
-    """Return the lengths of the documents of a mask; () if it is another mask, or its document numbers are on the GPU."""
+    """Return the lengths of a mask's documents; () if the mask is no document mask, or if its lengths are unknown."""
     if getattr(mask_mod, "kind", "") == "documents":
         count, rest = divmod(tokens, mask_mod.span)
         return (mask_mod.span,) * count + ((rest,) if rest else ())
@@ -98,7 +98,7 @@ def document_lengths(mask_mod: Any, tokens: int) -> tuple[int, ...]:
 
 
 def prefix_lm(prefix: int) -> MaskMod:
-    """Every query sees the first `prefix` keys (the prompt); after them the mask is causal."""
+    """Let every query see the first `prefix` keys (the prompt); after them the mask is causal."""
     whole_number("prefix", prefix, 0)
 
     def mask_mod(b, h, q, k):
@@ -108,7 +108,7 @@ def prefix_lm(prefix: int) -> MaskMod:
 
 
 def dilated(step: int) -> MaskMod:
-    """Causal, every `step`-th key back from the query's own."""
+    """Let a query see its own key and every `step`-th key before it."""
     whole_number("step", step)
 
     def mask_mod(b, h, q, k):
@@ -118,7 +118,7 @@ def dilated(step: int) -> MaskMod:
 
 
 def checked_mods(name: str, mods: Sequence, kind: str = "mask function", form: str = "(b, h, q, k)") -> tuple:
-    """Return the functions that a composition was given; an error if there are none, or one of them is none."""
+    """Return the functions of a composition as a tuple; raise an error if there are none, or if one is not a function."""
     if not mods:
         raise ValueError(f"{name}() was given no {kind}; give it one or more.")
     for mod in mods:
@@ -160,7 +160,7 @@ def negate(mod: MaskMod) -> MaskMod:
 
 
 def at_offset(mod: MaskMod, offset: int) -> MaskMod:
-    """The mask for queries `offset` tokens later than their index says: for decoding, or for Sq < Sk."""
+    """Return the mask for queries `offset` tokens later than their index: for decoding, or for Sq < Sk."""
     offset = operator.index(offset)
 
     def mask_mod(b, h, q, k):
@@ -169,8 +169,8 @@ def at_offset(mod: MaskMod, offset: int) -> MaskMod:
     return named(mask_mod, f"at_offset({name_of(mod)}, {offset})", kind="at_offset", mods=(mod,), offset=offset)
 
 
-# The masks of `labs bench ... --mask`: {name: function of the tokens of a document, or of a window}. A name that begins
-# with "causal" promises that no query sees a later key, and one with "document" in it that attention stays in documents.
+# The masks of `labs bench ... --mask`: {name: function of the tokens of a document}. A name that begins with "causal" promises
+# that no query sees a later key. A name with "document" in it promises that attention stays in documents.
 MASKS: dict[str, Callable[[Any], MaskMod | None]] = {
     "full": lambda span: None,
     "causal": lambda span: causal,
@@ -191,7 +191,7 @@ def by_name(name: str, span: int | None = None) -> MaskMod | None:
 
 
 def check_device(mod: MaskMod, device: torch.device | str) -> None:
-    """Raise unless every tensor that a mask function of this module captures is on `device`."""
+    """Raise an error unless the document numbers in a mask function of this module are on `device`."""
     ids = getattr(mod, "ids", None)
     if ids is not None and ids.device.type != torch.device(device).type:
         raise ValueError(
@@ -202,14 +202,14 @@ def check_device(mod: MaskMod, device: torch.device | str) -> None:
         check_device(part, device)
 
 
-def captured(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict | None = None) -> tuple:
-    """Return what a function reads beside its arguments: numbers, text, code, and tensors with the count of their changes.
+def captures(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict | None = None) -> tuple:
+    """Return the values that a function reads beside its arguments: numbers, text, code, and tensors with their change counts.
 
-    What was made for a mask, such as its blocks, is right only as long as this stays the same. It sees no change of
-    `tensor.data`, none through memory that a tensor shares with NumPy, and nothing that lies deeper. names: of the function's
-    code; of a module or another object that it reads, these attributes count. seen: what was visited, with these names.
+    The blocks of a mask, for example, are right only as long as these values stay the same. This does not see changes of
+    `tensor.data`, changes through memory shared with NumPy, or values below `depth` levels. names: the names in the function's
+    code; only these attributes of modules and objects count. seen: visited objects with their names.
     """
-    if isinstance(mod, torch.Tensor):  # torch does not count the changes of an inference tensor
+    if isinstance(mod, torch.Tensor):  # torch counts no changes of an inference tensor: take its values
         return mod, str(mod.tolist()) if mod.is_inference() else mod._version
     if mod is None or isinstance(mod, (int, float, str)):
         return (mod,)
@@ -217,10 +217,10 @@ def captured(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict |
     if not depth or (id(mod), names) in seen:
         return ()
     seen[id(mod), names] = mod
-    call = getattr(mod, "__func__", getattr(type(mod), "__call__", None))  # noqa: B004 (of a method, or another object)
+    call = getattr(mod, "__func__", getattr(type(mod), "__call__", None))  # noqa: B004 (the function of a method or object)
     function: Any = mod if hasattr(mod, "__code__") else call
     inner: list = []
-    if hasattr(mod, "tobytes"):  # an array of NumPy, which counts no changes
+    if hasattr(mod, "tobytes"):  # NumPy does not count the changes of an array, so its bytes stand for them
         return (mod.tobytes(),)
     if isinstance(mod, (tuple, list, set, dict)):
         inner += [*mod, *(mod.values() if isinstance(mod, dict) else ())]
@@ -228,15 +228,15 @@ def captured(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict |
         inner += [mod.func, *mod.args, *mod.keywords.values()]
     elif str(getattr(mod, "__module__", None) or getattr(mod, "__name__", "")).split(".")[0] != "torch":
         inner += getattr(mod, "__dict__", {}).values() if callable(mod) else ()
-        if hasattr(function, "__code__") and not hasattr(mod, "kind"):  # `named` has what it reads as attributes
+        if hasattr(function, "__code__") and not hasattr(mod, "kind"):  # with `kind`, attributes have the values
             names = names_in(function.__code__)
             inner += [function.__code__, *read_by(function), getattr(mod, "__self__", None)]
         inner += [getattr(mod, x, None) for x in names] if function is not mod else ()
-    return tuple(one if isinstance(one, types.CodeType) else captured(one, depth - 1, names, seen) for one in inner)
+    return tuple(one if isinstance(one, types.CodeType) else captures(one, depth - 1, names, seen) for one in inner)
 
 
 def same_for_all_heads(mask_mod: MaskMod | None) -> bool:
-    """Whether a mask is known to ignore b and h: the masks of this module do, other functions may not."""
+    """Whether a mask surely ignores b and h: the masks of this module do, all other functions may read them."""
     if mask_mod is None or mask_mod is causal:
         return True
     return hasattr(mask_mod, "kind") and all(map(same_for_all_heads, getattr(mask_mod, "mods", ())))
@@ -244,7 +244,7 @@ def same_for_all_heads(mask_mod: MaskMod | None) -> bool:
 
 @contextlib.contextmanager
 def errors_of(kind: str, mod: Callable) -> Iterator[None]:
-    """Turn what goes wrong inside of a user's mask function or score modifier into a sentence that names it."""
+    """Turn an error inside of a user's mask function or score modifier into a message with the name of the function."""
     try:
         yield
     except (TypeError, torch.OutOfMemoryError):
@@ -267,7 +267,7 @@ def errors_of(kind: str, mod: Callable) -> Iterator[None]:
 
 
 def evaluate(mask_mod: MaskMod, q: torch.Tensor, k: torch.Tensor, b: int = 0, h: int = 0) -> torch.Tensor:
-    """Evaluate the mask of these query and key indices, (len(q), len(k)) bool, each pair by its own four scalars."""
+    """Evaluate the mask for these query and key indices, each pair by its own four scalars: (len(q), len(k)) bool."""
     batch, head = (torch.full((), index, dtype=torch.int32, device=q.device) for index in (b, h))
     pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
     with errors_of("mask function", mask_mod):
@@ -284,10 +284,10 @@ def evaluate(mask_mod: MaskMod, q: torch.Tensor, k: torch.Tensor, b: int = 0, h:
 
 
 def different_masks(mask_mod: MaskMod | None, batch: int, heads: int, device: torch.device | str) -> tuple[int, int]:
-    """Return how many sequences and heads have a mask of their own: (batch or 1, heads or 1).
+    """Return the numbers of sequences and of heads with different masks: (batch or 1, heads or 1).
 
-    Whether the function reads b, or h, shows when it is called once under vmap with two of them: a result that does not
-    depend on the index is no batched tensor.
+    A call under vmap with two values of b, or of h, shows whether the function reads it: only then the result is a batched
+    tensor.
     """
     if mask_mod is None or same_for_all_heads(mask_mod):
         return 1, 1
@@ -309,14 +309,14 @@ def different_masks(mask_mod: MaskMod | None, batch: int, heads: int, device: to
 def row_chunks(
     mask_mod: MaskMod | None, sq: int, sk: int, device, rows: int = 1, b: int = 0, h: int = 0
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first query, mask (some rows, Sk)) over all queries, few enough rows at a time to stay small.
+    """Yield (first query, mask (some rows, Sk)) over all queries, with a small number of rows at a time.
 
     Args:
         mask_mod: the mask function; None lets every pair through.
         sq: number of queries.
         sk: number of keys.
         device: where the mask is evaluated.
-        rows: each chunk but the last has a multiple of this many rows.
+        rows: every chunk before the last has a multiple of so many rows.
         b: index of the sequence.
         h: index of the head.
     """
@@ -336,5 +336,5 @@ def row_chunks(
 def dense_mask(
     mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu", b: int = 0, h: int = 0
 ) -> torch.Tensor:
-    """Return the mask as data: (Sq, Sk) bool, True where query (row) sees key (column), of sequence b and head h."""
+    """Return the mask as data, (Sq, Sk) bool: True where query (row) sees key (column) in sequence b and head h."""
     return torch.cat([rows for _, rows in row_chunks(mask_mod, sq, sk, device, 1, b, h)])

@@ -2,8 +2,8 @@
 
     modifier = compose(relative_bias(16), soft_cap(20.0))     # from left to right
 
-A kernel applies the modifier in registers, to the scores of the blocks that the mask needs. `modify_scores` applies it
-to every score.
+A kernel applies the modifier in registers, to the scores of the blocks that it computes. `modify_scores` applies it to
+every score.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable
 import torch
 from torch.utils._pytree import tree_leaves
 
-from utils.attention.masks.mask_mods import captured, checked_mods, errors_of, name_of, named
+from utils.attention.masks.mask_mods import captures, checked_mods, errors_of, name_of, named
 from utils.validation import whole_number
 
 ScoreMod = Callable[..., torch.Tensor]
 
 
 def alibi(heads: int) -> ScoreMod:
-    """ALiBi: each head subtracts its slope times the distance of the key."""
+    """Let each head subtract its slope times the distance of the key (ALiBi)."""
     exponent = -8.0 / whole_number("heads", heads)
 
     def score_mod(score, b, h, q, k):
@@ -35,8 +35,8 @@ def relative_bias(table_or_heads: torch.Tensor | int) -> ScoreMod:
 
     Args:
         table_or_heads: a table (H, distances): the bias is table[h, |q - k|], and keys beyond the table take its last
-            entry. Or a number of heads: the bias is ALiBi's slope times k - q, so that keys before the query lose and
-            keys after it gain.
+            entry. Or a number of heads: the bias is ALiBi's slope times k - q, so it lowers the scores of keys before
+            the query and raises the scores of keys after it.
     """
     if isinstance(table_or_heads, torch.Tensor):
         table = table_or_heads
@@ -72,7 +72,7 @@ def soft_cap(cap: float) -> ScoreMod:
 
 
 def compose(*mods: ScoreMod) -> ScoreMod:
-    """Apply the modifiers one after the other, from left to right."""
+    """Apply the modifiers in turn, from left to right."""
     mods = checked_mods("compose", mods, "score modifier", "(score, b, h, q, k)")
 
     def score_mod(score, b, h, q, k):
@@ -86,7 +86,7 @@ def compose(*mods: ScoreMod) -> ScoreMod:
 def modify_all_scores(
     score_mod: ScoreMod, scores: torch.Tensor, first: tuple[int, int, int] = (0, 0, 0)
 ) -> torch.Tensor:
-    """Apply a modifier to scores (B, H, Sq, Sk), every score by its own scalars, from sequence, head and query `first`."""
+    """Apply a modifier to scores (B, H, Sq, Sk), every score by its own scalars; first: the first sequence, head and query."""
     starts = zip((*first, 0), scores.shape, strict=True)
     indices = [torch.arange(n, n + size, device=scores.device, dtype=torch.int32) for n, size in starts]
     for place in (4, 3, 2, 1):  # the innermost vmap is over the keys
@@ -99,7 +99,7 @@ def modify_all_scores(
 def modify_scores(
     score_mod: ScoreMod | None, scores: torch.Tensor, b: int = 0, h: int = 0, first_query: int = 0
 ) -> torch.Tensor:
-    """Apply a modifier to scores (Sq, Sk) of sequence b and head h, every pair by its own scalars."""
+    """Apply a modifier to scores (Sq, Sk) of sequence b and head h, every score by its own scalars."""
     if score_mod is None:
         return scores
     with errors_of("score modifier", score_mod):
@@ -112,11 +112,11 @@ def modify_scores(
     return modified
 
 
-def learned(score_mod: ScoreMod | None) -> bool:
-    """Whether autograd has to see a modifier, since it reads a tensor that requires a gradient."""
+def trains(score_mod: ScoreMod | None) -> bool:
+    """Whether autograd must see a modifier, because it reads a tensor that requires a gradient."""
     if score_mod is None or not torch.is_grad_enabled():
         return False
-    return any(getattr(x, "requires_grad", False) for x in tree_leaves(captured(score_mod)))
+    return any(getattr(x, "requires_grad", False) for x in tree_leaves(captures(score_mod)))
 
 
 def by_name(name: str, heads: int, cap: float) -> ScoreMod | None:

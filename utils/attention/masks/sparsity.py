@@ -1,11 +1,11 @@
-"""The work that a mask leaves: pairs, blocks, and the speed-up that this promises.
+"""The work under a mask: pairs, blocks, and the ideal speed-up.
 
     s = sparsity(both(causal, documents(1024)), 8192, 8192)
     s.density, s.block_density, s.ideal_speedup
     s.full, s.partial, s.empty                      # blocks of 128 x 128
 
-A block kernel computes whole blocks: `block_density` is its share of the dense work, `density` the share that the
-mathematics needs. The two differ by the pairs of partial blocks that are computed and thrown away.
+A block kernel computes whole blocks. `block_density` is its share of the dense work, and `density` the share that the
+mathematics needs. The difference is the masked pairs of partial blocks: they are computed and thrown away.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Sparsity:
     sk: int
     block_size: tuple[int, int]
     pairs: int  # query-key pairs that the mask lets through
-    full: int  # blocks without a masked pair: no mask is evaluated in them
-    partial: int  # blocks with both: computed whole, then masked
+    full: int  # blocks without a masked pair: the kernel evaluates no mask in them
+    partial: int  # blocks with masked and visible pairs: the kernel computes them whole, then masks them
     empty: int  # blocks that are skipped
     blocks: Blocks | None = field(default=None, compare=False, repr=False)
 
@@ -49,11 +49,11 @@ class Sparsity:
 
     @property
     def ideal_speedup(self) -> float:
-        """Speed-up over no mask if only the number of blocks mattered: 1 / block density."""
+        """Speed-up over no mask if the time depends on the number of blocks only: 1 / block density."""
         return 1.0 / self.block_density if self.full + self.partial else float("inf")
 
     def to_dict(self) -> dict:
-        """Return the counts and the shares computed from them, for a JSON file."""
+        """Return the counts and their shares, for a JSON file."""
         counts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "blocks"}
         shares = ("density", "block_density", "ideal_speedup")
         return counts | {name: getattr(self, name) for name in shares}
@@ -69,7 +69,7 @@ class Sparsity:
 def sparsity(
     mask_mod: MaskMod | None, sq: int, sk: int, block_size: BlockSize = 128, device: torch.device | str = "cpu"
 ) -> Sparsity:
-    """Count a mask by evaluating it on every pair."""
+    """Evaluate a mask on every pair, and count."""
     blocks = count_blocks(mask_mod, sq, sk, device, block_size)
     total, full, partial = blocks.counts.numel(), int(blocks.full.sum()), int(blocks.partial.sum())
     empty, pairs = total - full - partial, int(blocks.counts.sum(dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""One backward pass to launch: tensors and sizes, the kernels that compute it, and their launches. No Triton yet."""
+"""Tensors, sizes and kernel launches of one backward pass. Importing this file imports no Triton."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from utils.kernels.handle import Handle
 if TYPE_CHECKING:
     from utils.attention.gluon.intervals import Packed
 
-GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"  # tensors with an address of their own
+GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"  # each of these tensors has its own memory
 
 
 class Launch(NamedTuple):
     """A launch of one kernel of this package."""
 
-    kernel: str  # module.function
+    kernel: str  # its name, "module.function"
     grid: tuple[int, ...]
     tensors: tuple[str, ...]  # names of fields of `Gradients`
-    numbers: tuple  # the arguments behind the tensors
+    numbers: tuple  # the arguments after the tensors
     constants: dict[str, Any]
-    boxes: tuple[int, ...] = ()  # of the first tensors, which TMA descriptors stand for: rows of a box
+    boxes: tuple[int, ...] = ()  # the first tensors become TMA descriptors with so many rows in a box
     warps: int = 4
-    early: bool = False  # whether it may begin while the launch before it ends
-    depth: int = 0  # how many columns dV and dK have; 0 for all
+    early: bool = False  # whether the kernel may begin while the launch before it ends
+    depth: int = 0  # columns of dV and dK that are computed; 0: all
 
 
 class Gradients:
-    """One backward pass: q, out, dout (B, H, Sq, D), k, v (B, Hkv, Sk, D), not empty; lse, dlse (B, H, Sq) fp32.
+    """The tensors of one backward pass: q, out, dout (B, H, Sq, D), k, v (B, Hkv, Sk, D), not empty; lse, dlse (B, H, Sq) fp32.
 
-    dlse: gradient of the log-sum-exp, if it was used. order: how blocks are cut into pieces, whose sums need a place. The
-    tensors from `dq` on are made here.
+    dlse: gradient of the log-sum-exp, or None. order: the cut of blocks into pieces, which sets the memory for sums. This class
+    makes dq, dk, dv and the memory between the launches.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Gradients:
     ):
         self.dout, self.q, self.k, self.v, self.out, self.lse, self.plan = dout, q, k, v, out, lse, plan
         self.dlse = lse if dlse is None else dlse
-        self.parts_each = 1 if plan.dq else order.pieces  # sums of a block of keys that is cut
+        self.parts_each = 1 if plan.dq else order.pieces  # sums for each block of keys in pieces
         self.dq_pieces, self.summed = dq_pieces, plan.dq or dq_pieces > 1
         heads, rows, width = q.shape[0] * q.shape[1], -(-q.shape[2] // 128) * 128, plan.block_d
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        # From launch to launch, in one piece of memory. The counter, a number, is the last: all begin at multiples of 16 bytes.
+        # The launches share one piece of memory. The counter's single number comes last, so all parts begin at multiples of 16 bytes.
         numbers = (
             2 * heads * rows,
             heads * rows * width * self.summed,
@@ -60,20 +60,20 @@ class Gradients:
             1,
         )
         self.between = lse.new_empty(sum(numbers))
-        statistics, sums, self.parts, counter = self.between.split(numbers)  # parts: of dK and dV (`shares.py`)
+        statistics, sums, self.parts, counter = self.between.split(numbers)  # parts: sums of dK and dV (`shares.py`)
         self.lse2, self.delta = statistics.view(2, heads, rows)  # lse * log2(e), rowsum(dO * O)
-        self.sums = sums.view(-1, 128) if self.summed else self.lse2  # of dQ; without them a pointer that nobody uses
-        self.counter = counter.view(torch.int32)  # numbers that were drawn (`shares.py`)
+        self.sums = sums.view(-1, 128) if self.summed else self.lse2  # sums of dQ, or a pointer that no kernel uses
+        self.counter = counter.view(torch.int32)  # counts the numbers that programs have drawn (`shares.py`)
 
     def place(self, name: str) -> tuple[int, int]:
-        """Return where a tensor begins: its number in GIVEN, which `between` follows, and bytes behind that address."""
+        """Return where a tensor begins: (number in GIVEN, or the number of `between` after these; bytes behind that address)."""
         if name in GIVEN:
             return GIVEN.index(name), 0
         return len(GIVEN), 4 * getattr(self, name).storage_offset()
 
 
 def arguments_of(g: Gradients, launch: Launch) -> list:
-    """Return the first arguments of a launch: TMA descriptors, and the tensors that are passed as pointers."""
+    """Return the first arguments of a launch: TMA descriptors, and tensors for pointers."""
     found: list = [getattr(g, name) for name in launch.tensors]
     for i, rows in enumerate(launch.boxes):
         matrix = (rows, 128) if launch.tensors[i] == "sums" else (1, rows)
@@ -84,11 +84,11 @@ def arguments_of(g: Gradients, launch: Launch) -> list:
 def launches(
     step: int, g: Gradients, order: Order, causal: bool, window: int, scale: float, packed: Packed | None = None
 ) -> list[Launch]:
-    """Return the launches of a backward pass: `start_backward`, dQ's own if there is one, the step's, and the one that finishes."""
+    """Return the launches of a backward pass: `start_backward`, perhaps a kernel for dQ, the step, perhaps `finish_backward`."""
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
     rows, width = g.lse2.shape[1], plan.block_d
     for_parts = order.slots // order.pieces * plan.block_n * width // 2048
-    # In units of 8 elements: the kernel knows so of 16 bytes.
+    # The unit of 8 elements tells the compiler that rows begin at multiples of 16 bytes.
     strides = [n // 8 for x in (g.out, g.dout) for n in x.stride()[:3]]
     tensors: tuple[str, ...] = ("out", "dout", "lse", "dlse", "lse2", "delta", "sums", "parts", "counter")
     numbers: tuple = (*strides, sq, heads, head_dim // 8, width // 64 * g.summed, for_parts * plan.dq)
@@ -113,7 +113,7 @@ def launches(
 
 
 def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: int, scale: float) -> Launch:
-    """Return the launch of a step's own kernel."""
+    """Return the launch of the kernel of a step."""
     tensors: tuple[str, ...] = ("q", "dout", "k", "v", "dk", "dv", "lse2", "delta")
     plan, m, n = g.plan, g.plan.block_m, g.plan.block_n
     boxes: tuple[int, ...] = (m, m, n, n, n, n, m, m)
@@ -126,7 +126,7 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
         kernel, numbers = "wide_heads.attention_backward_wide", (*sizes, *blocks, scale)
         return Launch(kernel, (programs,), (*tensors, "parts"), numbers, {"PLAN": plan}, boxes, early=True)
     tensors = *tensors, "sums", "parts", "counter", "dk", "dv"
-    # Of a tile's 64 rows of 128 numbers of dQ, or fewer (`storing_warp`), TMA adds up to 32 at once.
+    # A tile of dQ is 64 rows of 128 numbers, or fewer rows (`storing_warp`). TMA adds up to 32 rows at once.
     boxes = *boxes, math.gcd(32, (plan.depth or 128) // 2)
     numbers = *sizes, *blocks, g.q.shape[-1] // 8, scale
     kernel, programs = "step6_one_consumer.attention_backward_step6", min(programs, processors(g.q.device))
@@ -134,7 +134,7 @@ def step_launch(step: int, g: Gradients, sizes: tuple, blocks: tuple, programs: 
 
 
 def run(g: Gradients, launch: Launch) -> Handle | None:
-    """Compile a kernel; return its launch, or run it and return None where it is simulated."""
+    """Compile a kernel and return its launch. In the simulator, run the kernel and return None."""
     kernel, tensors = kernel_of(launch.kernel), arguments_of(g, launch)
     rest = *launch.numbers, *launch.constants.values()
     options = {"num_warps": launch.warps, "launch_pdl": launch.early}
@@ -147,6 +147,6 @@ def run(g: Gradients, launch: Launch) -> Handle | None:
 
 @functools.cache
 def kernel_of(name: str):
-    """Import a kernel of this package by "module.function" (imports Triton)."""
+    """Import a kernel of this package by its name "module.function"; this imports Triton."""
     module, name = name.split(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)

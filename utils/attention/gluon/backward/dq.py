@@ -1,17 +1,17 @@
-"""dQ by itself, for the deterministic mode: no sum in memory, so no order of blocks that could change its bits.
+"""Compute dQ in a separate kernel, for deterministic mode and head dimension 256.
 
-A block owns 128 query rows and walks over their keys, as the forward does: S = Q K^T, dP = dO V^T, dQ += dS K. S and dP
-are computed a second time here, seven products in place of five, but dQ stays in registers, in fp32, until it is
-stored: no atomics, no zeros to write before and no order to restore behind, but where few programs at 256 add pieces.
+A block owns 128 query rows and walks over their keys, as the forward does: S = Q K^T, dP = dO V^T, dQ += dS K. This kernel
+computes S and dP a second time, so a backward pass has seven products instead of five. But dQ stays in fp32 registers until
+it is stored, so nothing is summed in memory and the bits repeat. Only at 256, a few programs may add pieces in memory.
 
-    part          what                              head dim 64    128    256
+    part          what                              head dim 64    128          256
     consumers     2 warpgroups x 64 query rows
     K, V tile     BLOCK_N keys, slots of the rings  128, 2 and 2   64, 2 and 2  64, 2 and 1
     registers     a consumer thread, a producer     240, 24
 
-A product of 64 x BLOCK_N reads 64 rows of Q or dO and BLOCK_N of K or V from shared memory. With 32 keys that takes half as
-long again as the product itself, with 64 as long. So at 256 V has one slot, which is free as soon as dP is there: the next
-V comes while dS and dQ are computed.
+A product of 64 x BLOCK_N reads 64 rows of Q or dO and BLOCK_N rows of K or V from shared memory. With 32 keys these reads
+take 1.5 times as long as the product, with 64 keys as long. So at 256 V has one slot: it is free as soon as dP is there, and
+the next V comes during dS and dQ. Deterministic passes take 1.48 and 1.34 times as long at 64 and 128 (docs/kernels/backward.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_be
 
 @gluon.jit
 def key_tiles(sizes, row, cut, BLOCK_N: gl.constexpr):
-    """Tiles of keys [lo, hi) that some of the 128 queries from `row` on see, or a piece of these; may be empty."""
+    """Return the tiles of keys [lo, hi) for the 128 queries from `row` on, or a piece of these tiles; they may be none."""
     position = row + sizes.sk - sizes.sq
     last = gl.minimum(position + 127 + sizes.ahead, sizes.sk - 1)
     lo = gl.maximum(position - sizes.back, 0) // BLOCK_N
@@ -39,7 +39,7 @@ def key_tiles(sizes, row, cut, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def producer(sizes, place, rings, descriptors):
-    """One warp: load the block's Q and dO once, and K and V tile by tile."""
+    """Load the block's Q and dO once, and K and V tile by tile, with one warp."""
     row, batch, head, cut = place
     q, do, k, v, loaded = rings
     q_desc, do_desc, k_desc, v_desc = descriptors
@@ -57,7 +57,7 @@ def producer(sizes, place, rings, descriptors):
 
 @gluon.jit
 def consumer(sizes, place, rings, dq_desc, numbers, scale, W: gl.constexpr):
-    """Warpgroup W: 64 query rows against the tiles of keys that they see."""
+    """Compute dQ of 64 query rows over their tiles of keys, in warpgroup W."""
     first_row, batch, head, cut = place
     q_tiles, do_tiles, k, v, loaded = rings
     lse2_ptr, delta_ptr, sums_ptr = numbers
@@ -70,23 +70,23 @@ def consumer(sizes, place, rings, dq_desc, numbers, scale, W: gl.constexpr):
     delta = gl.load(delta_ptr + at)
     lo, hi = key_tiles(sizes, first_row, cut, BLOCK_N)
     dq = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
-    mbarrier.wait(loaded.index(0), 0)
+    mbarrier.wait(loaded.index(0), 0)  # without it the products would read Q and dO before TMA has written them
     for i in range(hi - lo):
         key = (hi - 1 - i) * BLOCK_N
-        # The number of tiles is far below 2**30: this is W, but ptxas does not know. Otherwise it keeps the addresses of all
-        # parts of Q and dO over the loop, 64 registers at head dimension 256, and spills.
+        # i is far below 2**30, so this is W. ptxas does not know that. If it did, it would keep the addresses of all parts of Q
+        # and dO over the loop in 64 registers at head dimension 256, and spill.
         own = W + (i >> 30)
         q = q_tiles.index(own).reshape([64, BLOCK_D])
         do = do_tiles.index(own).reshape([64, BLOCK_D])
-        k.wait_full(i)
+        k.wait_full(i)  # this product reads K
         s = start_scores(q, k.tile(i))
-        v.wait_full(i)
+        v.wait_full(i)  # this product reads V
         dp = start_scores(do, v.tile(i))
-        s = wait_products(s, 1, BLOCK_N)
+        s = wait_products(s, 1, BLOCK_N)  # S is complete; dP may still run
         p = gl.exp2(s * (scale * LOG2_E) - lse2[:, None])
         if sizes.needs_mask(key, BLOCK_N, row, 64):
             p = sizes.mask_keys(p, key, row)
-        dp = wait_products(dp, 0, BLOCK_N)
+        dp = wait_products(dp, 0, BLOCK_N)  # without it TMA would overwrite V, and dP would be incomplete
         v.release(i)
         ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), left_operand(BLOCK_D))
         dq = wait_products(warpgroup_mma(ds, k.tile(i), dq, is_async=True), 0, BLOCK_D)
@@ -94,7 +94,7 @@ def consumer(sizes, place, rings, dq_desc, numbers, scale, W: gl.constexpr):
     if cut[1] > 1:
         add_fragments(sums_ptr + row.to(gl.int64) * BLOCK_D, dq)
     else:
-        # Q is not needed any more: its tile carries dQ away.
+        # The products have read Q, so dQ can go through its tile.
         store_rows(dq_desc, batch, head, row, q_tiles.index(W), dq * scale)
 
 
@@ -118,9 +118,9 @@ def attention_backward_dq(
     scale,
     PLAN: gl.constexpr,
 ):
-    """A block computes dQ of 128 query rows of one head, the last rows of all heads first: grid (tiles * B * H * pieces,).
+    """Compute dQ of 128 query rows of one head in each block, the last rows first: grid (tiles * B * H * pieces,).
 
-    With more than one piece of the keys, pieces are added to the sums of dQ, which `finish_backward` stores as rows.
+    With more than one piece of the keys, the pieces are added to the sums of dQ, and `finish_backward` stores them as rows.
     """
     V_SLOTS: gl.constexpr = 1 if PLAN.block_d == 256 else 2
     sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
@@ -139,7 +139,7 @@ def attention_backward_dq(
     loaded = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(loaded.index(0), count=1)
     wait_for_launch_before()
-    let_next_launch_begin()  # dK's and dV's, which reads what was waited for here, and takes the SMs that the last blocks leave
+    let_next_launch_begin()  # the kernel of dK and dV needs only the launch before this one, and takes the SMs that become free
     place = (row, batch, flat - batch * heads, (gl.program_id(0) % pieces, pieces))
     rings = (q, do, k, v, loaded)
     first = flat.to(gl.int64) * tiles * 128

@@ -1,8 +1,8 @@
-"""dQ's sum in memory, in the order in which the tensor cores hold it, and the two small kernels around the main one.
+"""Keep the sums of dQ in the order of the tensor cores' registers; and the two small kernels around the main kernel.
 
-Blocks of keys add to the same rows of dQ, in fp32 and without an order. A thread of an m64n64 product holds, for each
-eight columns, two elements of row r and two of row r + 8: in row-major order that would be scattered pairs. Stored in
-the order (eight columns, thread, four elements) the four are neighbours, and a warp adds 512 consecutive bytes with one
+Blocks of keys add to the same rows of dQ, in fp32 and without an order. For each eight columns, a thread of an m64n64
+product holds two elements of row r and two elements of row r + 8. In row-major order these would be scattered pairs. In the
+order (eight columns, thread, four elements) they are neighbours, and a warp adds 512 consecutive bytes with one
 `red.v4.f32`. `finish_backward` brings the rows back into order.
 
     sums of dQ    (B * H, Sq / 64, D / 64, 8, 128, 4) fp32: pieces of 64 queries x 64 columns
@@ -21,12 +21,12 @@ from utils.attention.gluon.shared import tma_store
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 
 INFINITY = gl.constexpr(float("inf"))
-FLAT = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # of the sums' order: four elements of each thread
+FLAT = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # layout of the sums: each thread has four neighbours
 
 
 @gluon.constexpr_function
 def halves_layout(half):
-    """Layout of the two halves of `to_fragments`, each of so many elements."""
+    """Return the layout of the two halves of `to_fragments`; half: elements of each."""
     registers = [[1], [2], [512], [1024], [2048], [4096]]
     return gl.DistributedLinearLayout(
         registers[: half // 4096 + 4], [[4], [8], [16], [32], [64]], [[128], [256], [half]], [], [2 * half]
@@ -35,20 +35,20 @@ def halves_layout(half):
 
 @gluon.jit
 def to_fragments(x):
-    """Return an accumulator in the order of the sum, flat: 64 rows of a warpgroup, or 128 of two, one half behind the other.
+    """Return an accumulator as a flat tensor in the order of the sums: the 64 rows of a warpgroup, or first one half of 128 rows.
 
-    Registers are renamed, not moved.
+    The compiler renames registers and moves nothing.
     """
     HALVES: gl.constexpr = x.shape[0] // 64
     HALF: gl.constexpr = 64 * x.shape[1]
-    # row = 64 half of two + 16 warp + 8 half + high, column = 8 block + 2 low + pair; thread = 32 warp + 4 high + low
+    # row = 64 * half + 16 * warp + 8 * eight + high, column = 8 * block + 2 * low + pair, thread = 32 * warp + 4 * high + low
     flat = x.reshape([HALVES, 4, 2, 8, HALF // 512, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6]).reshape([HALVES * HALF])
     return gl.convert_layout(flat, FLAT if HALVES == 1 else halves_layout(HALF), assert_trivial=True)
 
 
 @gluon.jit
 def from_fragments(flat, N: gl.constexpr):
-    """Undo `to_fragments` of one warpgroup: [64 * N] -> [64, N], an accumulator's layout."""
+    """Undo `to_fragments` of one warpgroup: return [64 * N] as [64, N] in the layout of an accumulator."""
     return flat.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, N])
 
 
@@ -61,12 +61,12 @@ def add_fragments(sums, x):
 
 @gluon.jit
 def store_rows(desc, batch, head, row, tile, x):
-    """Store 64 rows through a tile of shared memory, which is free again afterwards."""
+    """Store 64 rows through a tile of shared memory, and wait until the tile is free again."""
     tile.reshape([64, x.shape[1]]).store(x.to(tile.dtype))
-    # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
+    # Threads store and TMA reads through the async proxy: without the fence TMA may read older data.
     fence_async_shared()
     tma_store(desc, [batch, head, row, 0], tile)
-    tma.store_wait(0)
+    tma.store_wait(0)  # a block that ended now would take the tile away from TMA
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -93,11 +93,11 @@ def start_backward(
     for_parts,
     DLSE: gl.constexpr,
 ):
-    """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (rows / 64, B * H).
+    """Compute delta and lse * log2(e) of 64 rows of one head, and write zeros for dQ's sums: grid (rows / 64, B * H).
 
-    The last heads come first: the main kernel begins with the first ones, and finds theirs in the L2. Strides and
-    head_dim are in units of 8 elements, so that the compiler knows of 16 bytes without a kernel for each stride.
-    width: columns of the sums in units of 64; 0 where dQ is not summed in memory. for_parts: pieces of 4096 zeros for sums of dK and dV.
+    The last heads come first, so the L2 still has the first heads when the main kernel begins with them. Strides and head_dim
+    are in units of 8 elements: so the compiler knows of multiples of 16 bytes, and one kernel takes all strides. width: columns
+    of dQ's sums in units of 64, or 0 without sums in memory. for_parts: pieces of 4096 zeros for sums of dK and dV.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     let_next_launch_begin()
@@ -111,7 +111,7 @@ def start_backward(
     wide = r.to(gl.int64)[:, None]
     o_rows = o_ptr + (batch * o_batch + head * o_head + wide * o_row) * 8
     do_rows = do_ptr + (batch * do_batch + head * do_head + wide * do_row) * 8
-    # All loads of up to 128 columns are on their way before the first is waited for: the memory's latency is most of the time.
+    # Start all loads of up to 128 columns before the first wait: most of the time is the memory's latency.
     lse = gl.load(lse_ptr + head_total * sq + r, mask=r < sq, other=INFINITY)
     o = gl.load(o_rows + d, mask=(r < sq)[:, None] & (d < head_dim * 8), other=0.0)
     do = gl.load(do_rows + d, mask=(r < sq)[:, None] & (d < head_dim * 8), other=0.0)
@@ -119,7 +119,7 @@ def start_backward(
     sums = dq_sums_ptr + (head_total * gl.num_programs(0) + tile) * (width * 4096)
     for piece in range(width):
         i = gl.arange(0, 4096, FLAT)
-        # Eight columns follow each other; nobody reads those behind the head dimension.
+        # The sums lie eight columns after eight columns. Nobody reads the columns behind the head dimension.
         gl.store(sums + piece * 4096 + i, gl.zeros([4096], gl.float32, FLAT), mask=i < (head_dim - piece * 8) * 512)
     for piece in range(
         gl.program_id(1) * gl.num_programs(0) + tile, for_parts, gl.num_programs(0) * gl.num_programs(1)
@@ -131,7 +131,7 @@ def start_backward(
         o = gl.load(o_rows + column + d, mask=keep, other=0.0)
         do = gl.load(do_rows + column + d, mask=keep, other=0.0)
         delta += gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
-    # A row without keys has -inf, a row that does not exist nothing: infinity makes their probabilities 2^(-inf) = 0.
+    # A row without keys has the log-sum-exp -inf; a row behind the last has none. Infinity makes their probabilities 2^(-inf) = 0.
     lse2 = gl.where(gl.abs(lse) == INFINITY, INFINITY, lse * LOG2_E)
     if DLSE:
         # The log-sum-exp has a gradient too: d lse / d S = P, so dS = P (dP - delta + dlse).
@@ -161,19 +161,19 @@ def finish_backward(
     scale,
     TABLE: gl.constexpr,
 ):
-    """Bring the sums' rows into order, 64 rows x 64 columns in a program: grid (for_parts + pieces of dQ's sums,).
+    """Store sums as rows, 64 rows x 64 columns in a program: grid (for_parts + pieces of dQ's sums,).
 
-    head_dim is in units of 8 elements, so that the compiler knows of 16 bytes; width in 64 columns. for_parts: programs for dV and
-    dK of the blocks that were cut, of which each has `pieces` sums. TABLE: `back` is the table of packed sequences.
+    head_dim is in units of 8 elements, so the compiler knows of multiples of 16 bytes; width is in 64 columns. for_parts: programs for
+    dV and dK of the blocks in pieces; each block has `pieces` sums. TABLE: `back` is the table of packed sequences.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    wait_for_launch_before()
+    wait_for_launch_before()  # the main kernel still adds to the sums
     i = gl.arange(0, 4096, FLAT)
     program = gl.program_id(0)
     if program < for_parts:
-        halves = gl.where(width == 4, 1, 2)  # of 64 keys; `wide_heads.py` has blocks of 64
+        halves = gl.where(width == 4, 1, 2)  # a block has one or two halves of 64 keys; `wide_heads.py` has one
         own = program // (width * 2 * halves)
-        quarter = program // width - own * 2 * halves  # dV and dK of the first 64 keys, dV and dK of the others
+        quarter = program // width - own * 2 * halves  # 0: dV, 1: dK of the first 64 keys; 2: dV, 3: dK of the next 64
         column = program % width * 64
         n, head = block_place(whole + own, blocks_n, section, total)
         row, stop = n * 64 * halves, sk
@@ -192,13 +192,13 @@ def finish_backward(
         else:
             out_ptr = dk_ptr
     else:
-        number = gl.num_programs(0) - 1 - program  # the last heads come first, whose sums are still in the L2
+        number = gl.num_programs(0) - 1 - program  # the last heads come first: their sums are still in the L2
         tile = number // width
         column = (number - tile * width) * 64
         tiles = gl.cdiv(sq, 128) * 2
         row, stop = tile % tiles * 64, sq
         first = (tile // tiles).to(gl.int64) * sq
-        # Eight columns follow each other. What lies behind the head dimension was not cleared either.
+        # The sums lie eight columns after eight columns. `start_backward` has not cleared columns behind the head dimension.
         keep = i < (head_dim * 8 - column) * 64
         sums = gl.load(sums_ptr + number.to(gl.int64) * 4096 + i, mask=keep, other=0.0)
         out_ptr = dq_ptr

@@ -3,8 +3,8 @@
     out, lse = forward(q, k, v, causal=True, return_lse=True)
     dq, dk, dv = backward(dout, q, k, v, out, lse, causal=True)
 
-Three kernels: `start_backward` (delta, and zeros for the sums of dQ), the step's own, and `finish_backward`; each may begin
-while the one before ends. In deterministic mode and at head dimension 256 the kernel of `dq.py`, second, computes dQ without sums.
+A pass has three kernels: `start_backward` (delta, and zeros for the sums of dQ), the kernel of the step, and `finish_backward`.
+Each may begin while the kernel before it ends. In deterministic mode and at head dimension 256 the kernel of `dq.py` comes second.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def backward(
         lse: The forward's log-sum-exp (B, H, Sq), fp32, natural logarithm.
         causal: Whether a query sees keys up to its own position only.
         scale: Factor of the scores, 1/sqrt(D) by default.
-        window: A query sees keys that are fewer positions away than this; None: all.
-        dlse: Gradient of the log-sum-exp, if that was used too.
-        deterministic: Whether the same inputs must give the same bits; dQ then has a kernel of its own (`dq.py`).
-        step: Which kernel of the ladder: 1, 3 or 6, the fastest.
-        lengths: Of packed sequences, up to head dimension 128 and not deterministic.
+        window: A query sees keys fewer positions away than this; None: all keys.
+        dlse: Gradient of the log-sum-exp, if it was used too.
+        deterministic: Whether the same inputs must give the same bits; then `dq.py` computes dQ.
+        step: The kernel of the ladder: 1, 3 or 6, the fastest.
+        lengths: Lengths of packed sequences, for head dimensions up to 128, not in deterministic mode.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return gradients(dout, dlse, q, k, v, out, lse, (causal, scale, window or 0, deterministic, lengths), step)
 
 
 def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bool, tuple[int, ...]], step=6):
-    """`backward` with all arguments given: by an earlier call's launches, if there was one with such tensors.
+    """Compute `backward`, with all arguments given, by the launches of an earlier call with such tensors, if there was one.
 
     problem: causal, scale, window, deterministic, lengths.
     """
@@ -66,7 +66,7 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
     shapes = q.shape, k.shape, v.shape, q.dtype, q.device, lse.dtype, lse.is_contiguous()
     strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
     key = "backward", problem, step, shapes, strides, dlse is None or (dlse.dtype, dlse.is_contiguous())
-    # Where the tensors start is no part of the key, and is looked at each time.
+    # The key does not have the addresses of the tensors, so each call checks their alignment.
     a, b, c, d, e, f, g = addresses = [x.data_ptr() for x in given]
     kept = KEPT.get(key)
     if kept is not None and (a | b | c | d | e | f | g) % 16 == 0:
@@ -74,11 +74,11 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
     else:
         fit = [x.contiguous() if step == 1 else addressable(x) for x in given[:5]]
         fit += [x.float().contiguous() for x in given[5:]]
-        if any(map(operator.is_not, fit, given)):  # TMA cannot address all of them
+        if any(map(operator.is_not, fit, given)):  # TMA needed copies of some tensors
             dout, q, k, v, out, lse, seventh = fit
             return gradients(dout, None if dlse is None else seventh, q, k, v, out, lse, problem, step)
         if not q.numel():
-            # Contiguous like all other results: torch.compile checks that the layout is the promised one.
+            # The results are contiguous like all others: torch.compile checks the layout that the operator promises.
             return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
         with torch.cuda.device(q.device if q.is_cuda else -1):
             handles, made = _prepare(dout, q, k, v, out, lse, dlse, problem, step)
@@ -90,7 +90,7 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
 
 
 def _prepare(dout, q, k, v, out, lse, dlse, problem: tuple, step: int) -> tuple[tuple, list[torch.Tensor]]:
-    """Plan a backward pass: its launches, and memory for dQ, dK, dV and what lies between the launches."""
+    """Return the launches of a backward pass, and the memory for dQ, dK, dV and between the launches."""
     causal, scale, window, deterministic, lengths = problem
     if q.shape[-1] % 8:
         raise ValueError(

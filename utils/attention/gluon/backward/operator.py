@@ -1,7 +1,7 @@
-"""The backward pass for torch's autograd, so that `attention` differentiates: eagerly, compiled and checkpointed.
+"""Give `attention` a backward pass in torch's autograd: eagerly, compiled and checkpointed.
 
-A call that autograd alone has to see goes through `Attention`, a fifth of the host's time of the operators below. They are
-for torch.compile, function transforms and dispatch modes.
+If only autograd must see a call, it goes through `Attention`, which takes a fifth of the host's time of an operator. The
+operators below are for torch.compile, function transforms and dispatch modes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def attention_gluon_backward(
     deterministic: bool,
     lengths: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v. window 0: none; lengths: of packed sequences; dlse: gradient of the log-sum-exp, if it was used."""
+    """Return the gradients of q, k and v. window 0: no window; lengths: of packed sequences; dlse: of the log-sum-exp, or None."""
     return gradients(dout, dlse, q, k, v, out, lse, (causal, scale, window, deterministic, tuple(lengths or ())))
 
 
@@ -37,7 +37,7 @@ def _attention_gluon_backward_fake(dout, dlse, q, k, v, out, lse, causal, scale,
 
 
 def save_for_backward(ctx, inputs, output) -> None:
-    """Keep the tensors of a forward pass; inputs: those of its operator."""
+    """Keep the tensors of a forward pass for the backward pass; inputs: the arguments of the forward's operator."""
     q, k, v, causal, scale, window, return_lse, _, lengths = inputs
     out, lse = output
     if not return_lse:
@@ -48,17 +48,14 @@ def save_for_backward(ctx, inputs, output) -> None:
 
 
 def gradients_of(ctx, dout, dlse):
-    """Gradients by a bare launch, or by the operator where more than autograd has to see it.
-
-    Under torch.use_deterministic_algorithms the bits repeat.
-    """
+    """Return the gradients by a bare launch, or by the operator if torch must see it; in torch's deterministic mode bits repeat."""
     q, k, v, out, lse = ctx.saved_tensors
     causal, scale, window, return_lse, lengths = ctx.problem
     if not return_lse:
         raise RuntimeError("The backward pass needs the log-sum-exp: call attention_gluon with return_lse=True.")
     dout = torch.zeros_like(out) if dout is None else dout
     deterministic = torch.are_deterministic_algorithms_enabled()
-    # Gradients of gradients are asked for if gradients are on here; the forward pass has looked at q, k and v.
+    # If gradients are enabled here, the caller wants gradients of gradients. The forward pass has checked q, k and v.
     if torch.is_grad_enabled() or observed(dout):
         problem = causal, scale, window, deterministic, list(lengths)
         return attention_gluon_backward(dout, dlse, q, k, v, out, lse, *problem)
@@ -66,11 +63,11 @@ def gradients_of(ctx, dout, dlse):
 
 
 class Attention(torch.autograd.Function):
-    """The output and the log-sum-exp of `run(q, k, v, *problem)`, with gradients of q, k and v."""
+    """Computes the output and the log-sum-exp by `run(q, k, v, *problem)`, with gradients of q, k and v."""
 
     @staticmethod
     def forward(ctx, run, q, k, v, problem):
-        """Run the forward pass, and keep its tensors for the backward pass; problem: the operator's other arguments."""
+        """Run the forward pass and keep its tensors; problem: the further arguments of the operator."""
         output = run(q, k, v, *problem)
         save_for_backward(ctx, (q, k, v, *problem), output)
         return output

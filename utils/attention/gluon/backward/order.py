@@ -1,15 +1,15 @@
-"""In which order blocks of keys are taken, so that all SMs end together. Plain Python, no Triton.
+"""Choose the order of the blocks of keys, so that all SMs end together. Plain Python, no Triton.
 
-An SM holds one block at a time and takes the next one in order when it is free. A block takes as long as it has tiles of
-queries: under a causal mask one to all of them, with grouped heads as many times that as query heads share its keys. Two
-things make SMs wait for each other at the end:
+An SM holds one block at a time and takes the next block when it is free. The time of a block grows with its tiles of queries.
+Under a causal mask a block has between one tile and all tiles; with grouped heads it has the tiles of each query head in the
+group. Two things make SMs wait for each other at the end:
 
-- A long block that starts late. Heads come in sections that fit in the L2, the longest blocks of a section first. 16 heads
-  in sections of 15 and 1 end with all blocks of one head: 198 us of work took 265. So sections are of equal size.
-- Fewer blocks than SMs, or a last round of few blocks. Then these blocks are cut into pieces (`shares.py`), if that gains more
-  than the sums of the pieces cost. All pieces of a block come before the next block's, so that the last ones are short.
+- A long block starts late. Heads come in sections that fit in the L2, and a section begins with its longest blocks. 16 heads
+  in sections of 15 and 1 would end with all blocks of one head: 198 us of work took 265. So sections are of equal size.
+- There are fewer blocks than SMs, or the last round has few blocks. Then these blocks are cut into pieces (`shares.py`), if
+  that gains more than the sums of the pieces cost. All pieces of a block come before the pieces of the next block.
 
-In the schedule each block goes to the SM that is free first, with costs that were fitted to recorded times.
+The schedule gives each block to the SM that is free first. Its costs are fitted to recorded times.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from utils.attention.gluon.backward.plan import BackwardPlan
 if TYPE_CHECKING:
     import torch
 
-# What the heads in flight should fit in, of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit up to 30%.
+# The heads in flight should fit in so much of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit costs up to 30%.
 L2_BYTES = 32 << 20
-# In tiles of queries, each 2.1 to 2.4 us, and 1.6 us of a wide head:
-BLOCK_TILES = 1.4, 4.7  # beginning and end of a block, and of a wide head's: the first K and Q, stores of dV and dK
-FINISH_TILES = 0.5, 2.0  # more work for the last kernel, which a wide head has for pieces alone
+# Costs in tiles of queries: 2.1 to 2.4 us a tile, 1.6 us at head dimension 256. Of two numbers, the second is for 256.
+BLOCK_TILES = 1.4, 4.7  # beginning and end of a block: the first K and Q, stores of dV and dK
+FINISH_TILES = 0.5, 2.0  # more work for `finish_backward`, which at 256 runs for pieces only
 PIECE_TILES = 2.9, 4.7  # beginning and end of a piece: its sums are in fp32
-ADD_TILES = 0.0061  # a sum of 128 keys x 64 columns, its zeros and reading it, of all SMs together
-DQ_TILES = 1.2, 3.0  # a tile of keys, and beginning and end, of a program of dQ's own kernel
-# Blocks are cut where the schedule gives at most so much of the time: it is right to a few percent.
+ADD_TILES = 0.0061  # writing zeros, adding and reading a sum of 128 keys x 64 columns, for all SMs together
+DQ_TILES = 1.2, 3.0  # in dQ's kernel: a tile of keys; beginning and end of a program
+# Blocks are cut if the schedule promises at most so much of the time: it is right to a few percent.
 PIECES_GAIN = 0.985
-MOST_BLOCKS = 10  # of an SM, that are scheduled one by one: those before them end at about the same time on all SMs
-PIECES = range(2, 13)  # of a block
+MOST_BLOCKS = 10  # the last blocks of an SM, which are scheduled one by one: the earlier ones end at about the same time on all SMs
+PIECES = range(2, 13)  # pieces of a block
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of blocks: heads of keys in sections; of a section the first keys of all its heads come first."""
+    """The order of blocks: sections of heads come one after another, and a section begins with the first keys of all its heads."""
 
-    section: int  # heads of keys
-    whole: int  # so many blocks are taken as they are
-    pieces: int = 1  # of each block behind them
-    slots: int = 0  # of all these blocks
+    section: int  # heads of keys in a section
+    whole: int  # number of whole blocks; all blocks behind them are cut
+    pieces: int = 1  # pieces of each cut block
+    slots: int = 0  # pieces of all cut blocks
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of keys of a launch: `tiles` of queries that each block of a head sees, and how many heads of both kinds."""
+    """The blocks of keys of a launch: the work of each block, and the numbers of heads."""
 
-    tiles: tuple[int, ...]  # of one query head
-    heads: int  # of keys, of all sequences
-    group: int  # query heads that share one
+    tiles: tuple[int, ...]  # for each block of a head, the tiles of one query head that see it
+    heads: int  # heads of keys of all sequences
+    group: int  # query heads that share a head of keys
     fit: int  # heads of keys that fit in the L2 together
     sms: int
     width: int = 128  # columns
-    dq: tuple[int, ...] = ()  # tiles of keys that each 128 rows of dQ's own kernel see
-    dq_pieces: int = 1  # of these, each a program
+    dq: tuple[int, ...] = ()  # in dQ's kernel, the tiles of keys for each 128 rows
+    dq_pieces: int = 1  # programs that share these tiles
 
     @property
     def count(self) -> int:
@@ -68,9 +68,9 @@ class Blocks:
 
 
 def query_tiles(sq: int, sk: int, block_m: int, block_n: int, back: int, ahead: int) -> tuple[int, ...]:
-    """Return how many tiles of queries see each block of keys, as the kernel counts them (`Sizes.tiles_of`).
+    """Return for each block of keys the number of query tiles that see it, as the kernel counts (`Sizes.tiles_of`).
 
-    back, ahead: a query sees so many keys before its position, and so many behind it.
+    back, ahead: a query sees so many keys before its position, and so many after its position.
     """
     found = []
     shift = sk - sq
@@ -85,21 +85,21 @@ def query_tiles(sq: int, sk: int, block_m: int, block_n: int, back: int, ahead: 
 def blocks_of(
     plan: BackwardPlan, q: torch.Tensor, k: torch.Tensor, sms: int, reach: tuple, tiles=(), deterministic=False
 ) -> Blocks:
-    """Return the blocks of a launch; reach: back and ahead of `query_tiles`; tiles: those of packed sequences' blocks."""
+    """Return the blocks of a launch; reach: back and ahead of `query_tiles`; tiles: for packed sequences, the tiles of each block."""
     (batch, heads, sq, _), (_, kv_heads, sk, _) = q.shape, k.shape
     tiles = tiles or query_tiles(sq, sk, plan.block_m, plan.block_n, *reach)
-    # Of a head Q and dO in 16 bits, and the sums of dQ in 32.
+    # A head has Q and dO in 16 bits, and the sums of dQ in 32 bits.
     fit = max(1, L2_BYTES // (-(-sq // 128) * 128 * plan.block_d * 8 * (heads // kv_heads)))
     keys = 128 if plan.block_d == 64 else 64
-    # To a query, keys are what queries are to a key. The last rows come first.
+    # dQ's kernel has queries and keys exchanged. The last rows come first.
     dq = () if plan.dq else query_tiles(sk, sq, keys, 128, *reach[::-1])[::-1]
     few = sms // (2 * batch * heads * len(dq)) if not deterministic and max(dq, default=0) >= 32 else 1
     return Blocks(tiles, batch * kv_heads, heads // kv_heads, fit, sms, plan.block_d, dq, max(1, few))
 
 
 @functools.lru_cache(maxsize=2)
-def in_order(blocks: Blocks, section: int) -> list[int]:
-    """Return how many tiles each block has, in the order in which SMs take them."""
+def tiles_in_order(blocks: Blocks, section: int) -> list[int]:
+    """Return the number of tiles of each block, in the order in which SMs take the blocks."""
     found: list[int] = []
     for start in range(0, blocks.heads, section):
         for tiles in blocks.tiles:
@@ -108,7 +108,7 @@ def in_order(blocks: Blocks, section: int) -> list[int]:
 
 
 def list_schedule(costs: list[float], sms: int) -> float:
-    """Return when the last SM ends, if each takes the next program as soon as it is free."""
+    """Return the end of the last SM, if each SM takes the next program as soon as it is free."""
     free = costs[:sms]
     heapq.heapify(free)
     for cost in costs[sms:]:
@@ -117,9 +117,9 @@ def list_schedule(costs: list[float], sms: int) -> float:
 
 
 def schedule_tiles(blocks: Blocks, order: Order) -> float:
-    """Return how long an order takes, in tiles, with the kernel that adds up the pieces."""
-    tiles, pieces, wide = in_order(blocks, order.section), order.pieces, blocks.width == 256
-    # The programs of dQ's own kernel begin before the others.
+    """Return the time of an order in tiles, with `finish_backward` for pieces."""
+    tiles, pieces, wide = tiles_in_order(blocks, order.section), order.pieces, blocks.width == 256
+    # The programs of dQ's kernel begin before the blocks.
     numbers = range(blocks.heads * blocks.group * blocks.dq_pieces)
     costs = [DQ_TILES[0] * n / blocks.dq_pieces + DQ_TILES[1] for n in blocks.dq for _ in numbers]
     costs += [n + BLOCK_TILES[wide] for n in tiles[: order.whole]]
@@ -133,8 +133,8 @@ def schedule_tiles(blocks: Blocks, order: Order) -> float:
 
 @functools.lru_cache(maxsize=512)
 def best_order(blocks: Blocks) -> Order:
-    """Return the order that ends first: of whole blocks, or with those of the last round or section in pieces."""
-    # Even sections of heads that fit in the L2. Heads that run at the same time anyway need not fit.
+    """Return the fastest order: all blocks whole, or the blocks of the last round or section in pieces."""
+    # Sections are even and fit in the L2. A section may also have all heads that run at the same time anyway.
     section = -(-blocks.heads // -(-blocks.heads // max(blocks.fit, -(-blocks.sms // len(blocks.tiles)))))
     time, found = functools.partial(schedule_tiles, blocks), Order(section, blocks.count)
     last = (blocks.heads - 1) // section * section * len(blocks.tiles)  # the last section's first block

@@ -1,7 +1,7 @@
 """Tiles of each kernel of the backward ladder: plain Python, no Triton.
 
-Gluon's tile shapes are powers of two; shared memory holds 227 KiB a block. Sizes, and which keys a query sees, are data and no
-constants, so that a kernel of a head dimension takes all masks.
+Gluon's tile shapes are powers of two; shared memory has 227 KiB for a block. Sizes and masks are arguments of a launch and no
+constants, so one kernel for each head dimension takes all masks.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 from utils.attention.gluon.plan import block_head_dim
 
 STEPS = 1, 3, 6
-EVERYTHING = 1 << 29  # a window in which all keys lie; a sum of two positions and a window fits in 32 bits
+EVERYTHING = 1 << 29  # a window that holds all keys; a sum of two positions and a window fits in 32 bits
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """Tile of one kernel; a kernel is compiled for a plan."""
+    """The tile of one kernel; each plan has its compiled kernel."""
 
-    block_d: int  # tile width: the head dimension, rounded up
+    block_d: int  # columns of a tile: the head dimension, rounded up
     block_m: int  # queries of a tile, the inner loop
     block_n: int  # keys of a block
-    # Where a row of tiles needs a mask: at its "ends", or "packed": at the ends that the table of `gluon/intervals.py` says.
+    # "ends": a row of tiles needs a mask at its ends; "packed": at the ends in the table of `gluon/intervals.py`.
     mask: str = "ends"
-    dq: bool = True  # whether dQ is summed in this kernel; in deterministic mode `dq.py` computes it
-    depth: int = 0  # 80 or 96: so many columns S^T, dP^T, dV and dK have, and the sums of dQ, not all 128; in step 6
+    dq: bool = True  # whether this kernel sums dQ; in deterministic mode `dq.py` computes it
+    depth: int = 0  # 80 or 96: step 6 computes so many columns instead of 128; 0: all columns
 
 
 _FIRST = BackwardPlan(128, 64, 64)
@@ -46,6 +46,6 @@ def plan_for(step: int, head_dim: int, deterministic: bool = False, mask: str = 
 
 
 def span(causal: bool, window: int) -> tuple[int, int]:
-    """Return how many keys before and behind its own position a query sees; window 0: no limit but `causal`."""
+    """Return how many keys before and after its position a query sees. window 0: only `causal` is a limit."""
     reach = window - 1 if window else EVERYTHING
     return reach, 0 if causal else reach

@@ -1,14 +1,15 @@
-"""Step 1: one block of keys after another, plain products and atomics. The algorithm and nothing else.
+"""Step 1: the algorithm alone, with plain products and atomics.
 
-A block owns 64 keys and walks over the tiles of 64 queries that see them. Each tile of Q and dO comes from global
-memory through registers into shared memory. P and dS are computed again from the scores, the statistics of the rows and
-dP, and both go through shared memory to be operands. dV and dK stay in registers; dQ belongs to the queries, so every
-block adds its part to a sum in memory (`fragments.py`). Every part of the SM waits for every other.
+A block owns 64 keys and walks over the tiles of 64 queries that see them. Each tile of Q and dO comes from global memory
+through registers into shared memory. The block computes P again from the scores and the statistics of the rows, and dS from P
+and dP; both go through shared memory to become operands. dV and dK stay in registers. dQ belongs to the queries, so every
+block adds its part to a sum in memory (`fragments.py`). Loads, products and exponentials wait for each other.
 
     S^T  = K Q^T          P^T  = 2^(c S^T - lse2)        dV += P^T dO
     dP^T = V dO^T         dS^T = P^T (dP^T - delta)      dK += dS^T Q        dQ += dS K   (atomic)
 
-    tile       64 queries x 64 keys, head dimensions up to 128; tensors are contiguous
+    tile       64 queries x 64 keys, head dimensions up to 128; tensors are contiguous; no pipeline
+    measured   not by itself: docs/kernels/backward.md has the figures of step 6
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def attention_backward_step1(
     HEAD_DIM: gl.constexpr,
     PLAN: gl.constexpr,
 ):
-    """A block computes dK and dV of 64 keys of one head, and adds to dQ: grid (B * Hkv, blocks of keys)."""
+    """Compute dK and dV of 64 keys of one head in each block, and add to dQ: grid (B * Hkv, blocks of keys)."""
     BLOCK_D: gl.constexpr = PLAN.block_d
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     output: gl.constexpr = accumulator(BLOCK_D)
@@ -86,8 +87,7 @@ def attention_backward_step1(
         first = head * sq * HEAD_DIM
         q_tile.store(load_rows(q_ptr + first, row, sq, HEAD_DIM, HEAD_DIM, loads, 64, BLOCK_D))
         do_tile.store(load_rows(do_ptr + first, row, sq, HEAD_DIM, HEAD_DIM, loads, 64, BLOCK_D))
-        # The threads stored through the generic proxy, wgmma reads through the async proxy: without the fence it may
-        # read what was there before.
+        # Threads store and wgmma reads through the async proxy: without the fence wgmma may read older data.
         fence_async_shared()
         thread_barrier()  # without it a warp would multiply rows that another warp has not stored yet
         zero = gl.zeros([64, 64], gl.float32, accumulator(64))
@@ -100,12 +100,12 @@ def attention_backward_step1(
         ds = p * (dp - gl.load(delta_ptr + flat + at)[None, :])
         p_tile.store(p.to(dtype))
         ds_tile.store(ds.to(dtype))
-        fence_async_shared()
-        thread_barrier()
+        fence_async_shared()  # as above, for P and dS
+        thread_barrier()  # as above
         dv = warpgroup_mma(p_tile, do_tile, dv)
         dk = warpgroup_mma(ds_tile, q_tile, dk)
         dq = warpgroup_mma(ds_tile.permute([1, 0]), k_tile, gl.zeros([64, BLOCK_D], gl.float32, output), use_acc=False)
-        # Other blocks add to the same rows at the same time: without atomics one of two sums would be lost.
+        # Other blocks add to the same rows at the same time: without atomics one of two additions would be lost.
         add_fragments(dq_sums_ptr + (flat + row) * BLOCK_D, dq)
         thread_barrier()  # without it a fast warp would store the next Q and dO while a slow one still reads these
     store_plain(dk_ptr + first_key, key, sk, dk * scale, HEAD_DIM)

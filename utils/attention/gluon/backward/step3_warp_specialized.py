@@ -1,9 +1,9 @@
-"""Step 3: warp specialization. A producer warp loads, two consumer warpgroups compute, and dS goes between them.
+"""Step 3: warp specialization. A producer warp loads, and two consumer warpgroups compute and exchange dS.
 
-A block owns 128 keys, 64 for each consumer, and walks over the tiles of queries that see them. The scores are computed
-transposed, keys along M, so that P^T and dS^T are left operands of dV and dK in the registers where they were computed;
-only dS goes through shared memory, because dQ sums over the keys of both consumers. Each consumer computes half of dQ
-(64 queries, or 64 columns) and its threads add it to the sums in the order of their registers (`fragments.py`).
+A block owns 128 keys, 64 for each consumer, and walks over the tiles of queries that see them. The consumers compute the
+scores transposed, with keys along M. So P^T and dS^T are already in the registers of left operands for dV and dK. Only dS
+goes through shared memory, because dQ sums over the keys of both consumers. Each consumer computes half of dQ (64 queries, or
+64 columns), and its threads add it to the sums in the order of their registers (`fragments.py`).
 
     part          what                                        head dim 64      128
     tile          queries x keys                              128 x 128        64 x 128
@@ -11,7 +11,7 @@ only dS goes through shared memory, because dQ sums over the keys of both consum
     registers     a consumer thread, a producer thread        240, 24          240, 24
     shared        K + V + Q + dO + dS                         16+16+32+32+64   32+32+32+32+32 KiB
 
-Right for any sizes and masks; not in deterministic mode. Head dimension 256 is in `wide_heads.py`.
+It takes any sizes and masks up to head dimension 128, but no deterministic mode. docs/kernels/backward.md has step 6's figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from utils.attention.gluon.shared import accumulator, left_operand, start_scores
 
 @gluon.jit
 def probabilities(work, s, i, key, row):
-    """P^T of tile i from its scores: 2^(c s - lse2), and zero where a query may not look."""
+    """Return P^T of tile i from its scores: 2^(c s - lse2), and zero where a query may not see a key."""
     lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
     p = gl.exp2(s * work.c - lse2[None, :])
     if work.sizes.needs_mask(key, 64, row, work.sizes.PLAN.block_m):
@@ -38,13 +38,13 @@ def probabilities(work, s, i, key, row):
 
 @gluon.jit
 def start_dq(work, exchange, i, W: gl.constexpr):
-    """Hand this consumer's part of dQ = dS K of tile i to the tensor cores: 64 of its columns, all keys of the block."""
+    """Start this consumer's part of dQ = dS K of tile i on the tensor cores: 64 columns, over all keys of the block."""
     tiles, written = exchange
     slot = i % 2
-    # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
+    # Threads store and wgmma reads through the async proxy: without the fence wgmma may read older data.
     fence_async_shared()
     mbarrier.arrive(written.index(slot), count=1)
-    mbarrier.wait(written.index(slot), (i // 2) & 1)  # the other consumer's keys are in this sum too
+    mbarrier.wait(written.index(slot), (i // 2) & 1)  # without it the other consumer's dS would be missing
     k = work.k.reshape([128, 128]).slice(W * 64, 64, 1)
     zero = gl.zeros([64, 64], gl.float32, accumulator(64))
     return warpgroup_mma(tiles.index(slot).permute([1, 0]), k, zero, use_acc=False, is_async=True)
@@ -52,7 +52,7 @@ def start_dq(work, exchange, i, W: gl.constexpr):
 
 @gluon.jit
 def consumer(work, part, exchange, dq_sums, dk_ptr, dv_ptr, HEAD_DIM: gl.constexpr, W: gl.constexpr):
-    """Warpgroup W: 64 keys of the block against all tiles of queries that see them."""
+    """Compute dK and dV of 64 keys over all their tiles of queries, in warpgroup W."""
     PLAN: gl.constexpr = work.sizes.PLAN
     BLOCK_M: gl.constexpr = PLAN.block_m
     BLOCK_D: gl.constexpr = PLAN.block_d
@@ -61,32 +61,32 @@ def consumer(work, part, exchange, dq_sums, dk_ptr, dv_ptr, HEAD_DIM: gl.constex
     key = part.key + W * 64
     dk = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
     dv = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
-    mbarrier.wait(work.loaded.index(0), 0)
-    mbarrier.wait(work.loaded.index(1), 0)
+    mbarrier.wait(work.loaded.index(0), 0)  # K has arrived
+    mbarrier.wait(work.loaded.index(1), 0)  # V has arrived
     for i in range(part.count):
         work.q.wait_full(i)
         s = start_scores(rows_of(work.k, W), work.q.tile(i))
         work.do.wait_full(i)
         dp = start_scores(rows_of(work.v, W), work.do.tile(i))
-        s = wait_products(s, 1, BLOCK_M)
+        s = wait_products(s, 1, BLOCK_M)  # S is complete; dP may still run
         p = probabilities(work, s, i, key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), left_operand(BLOCK_D))
-        dp = wait_products(dp, 0, BLOCK_M)
+        dp = wait_products(dp, 0, BLOCK_M)  # dP is complete
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
-        # The slot's last dS, two tiles ago, has been read: this consumer has since seen the other one's next dS.
+        # Both consumers have read the slot's last dS, two tiles ago: they have exchanged the dS of the tile in between.
         exchange[0].index(i % 2).slice(W * 64, 64, 0).store(ds)
         dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         dq = start_dq(work, exchange, i, W)
-        dv = wait_products(dv, 1, BLOCK_D)
+        dv = wait_products(dv, 1, BLOCK_D)  # without it TMA would overwrite dO; dQ may still run
         work.do.release(i)
         dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-        dq = wait_products(dq, 1, 64)
+        dq = wait_products(dq, 1, 64)  # dQ is complete; dK may still run
         tile = (part.batch * work.sizes.heads + head).to(gl.int64) * work.sizes.tiles_m + m
         add_fragments(dq_sums + tile * 8192 + W * 4096, dq)
-        dk = wait_products(dk, 0, BLOCK_D)
+        dk = wait_products(dk, 0, BLOCK_D)  # without it TMA would overwrite Q
         work.q.release(i)
-        head, m = part.behind(head, m)
+        head, m = part.next_tile(head, m)
     first = (part.batch * work.sizes.kv_heads + part.kv_head).to(gl.int64) * work.sizes.sk * HEAD_DIM
     store_plain(dv_ptr + first, key, work.sizes.sk, dv, HEAD_DIM)
     store_plain(dk_ptr + first, key, work.sizes.sk, dk * work.scale, HEAD_DIM)
@@ -113,7 +113,7 @@ def attention_backward_step3(
     HEAD_DIM: gl.constexpr,
     PLAN: gl.constexpr,
 ):
-    """A block computes dK and dV of 128 keys of one head, and adds to dQ: grid (B * Hkv, blocks of keys)."""
+    """Compute dK and dV of 128 keys of one head in each block, and add to dQ: grid (B * Hkv, blocks of keys)."""
     sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     work = allocate_work(sizes, descriptors, scale)

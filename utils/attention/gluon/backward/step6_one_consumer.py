@@ -1,19 +1,20 @@
-"""Step 6: both warpgroups are one consumer of eight warps, a warp of its own hands dQ to TMA, and programs draw blocks.
+"""Step 6: both warpgroups are one consumer of eight warps, a storing warp hands dQ to TMA, and programs draw blocks.
 
-In step 3 each warpgroup is a role, which the compiler compiles for itself: twice the instructions, registers for each tile's
-addresses, and an mbarrier for each exchange of dS. Here both are one role. Its tiles have 128 keys, 64 rows in the registers
-of each warpgroup as before, and dS is exchanged at one barrier of 256 threads. Each warpgroup computes half of dQ: 64 queries
-(tiles of 128) or 64 columns (tiles of 64), which the storing warp hands to TMA. A mask is what the product of S^T begins with.
-A quarter of the exponentials are polynomials (`exp2`), because the exponential unit is what a tile waits for.
+In step 3 the compiler compiles a role for each warpgroup: that doubles the instructions, takes registers for addresses, and
+needs an mbarrier for each exchange of dS. Here both warpgroups are one role. Its tiles have 128 keys, with 64 rows in the
+registers of each warpgroup as before, and dS is exchanged at one barrier of 256 threads. Each warpgroup computes half of dQ: 64
+queries (tiles of 128) or 64 columns (tiles of 64). The storing warp hands it to TMA. The product of S^T starts from the mask
+instead of zeros. A quarter of the exponentials are polynomials (`exp2`), because a tile waits for the exponential unit.
 
     part          what                                        head dim 64      128
     tile          queries x keys                              128 x 128        64 x 128
     left          columns of V that stay in registers         none             64
     registers     a consumer thread, the two other warps      240, 24, 24      240, 24, 24
     shared        K + V + Q + dO + dS + dQ                    16+16+32+32+64+32   32+32+32+32+32+32 KiB
+    measured      of the best of cuDNN, FlashAttention 3, 4   1.07             1.01 (H200; docs/kernels/backward.md)
 """
 
-# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
+# Unpacked tuples keep all names here: in a kernel `_` is an ordinary variable with one type.
 # ruff: noqa: RUF059
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ from utils.attention.gluon.shared import (
 )
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 
-# Hand a tile to TMA, which adds it to memory; its end is waited for as a store's.
+# Hand a tile to TMA, which adds it to memory; `tma.store_wait` waits for the end.
 tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
-# The named barrier at which the consumer has left a tile's dQ in shared memory. Triton uses one for each partition, and two.
+# Number of the named barrier for a tile of dQ in shared memory. Triton uses a barrier for each partition, and two more.
 LEFT = gl.constexpr(6)
-# In fp32: 0.695117, 0.227645, 0.077067, the least relative error on [0, 1) with a constant term of 1; 1.5 * 2^23; -127.
+# The fp32 numbers 0.695117, 0.227645, 0.077067 (least relative error on [0, 1) with the constant term 1), 1.5 * 2^23, -127.
 _C1, _C2, _C3, _ROUND, _LEAST = "0f3F31F32D", "0f3E691BB9", "0f3D9DD568", "0f4B400000", "0fC2FE0000"
-EIGHT = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))  # registers of an assembly, and as many inputs
+EIGHT = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))  # constraints of an assembly with eight outputs and eight inputs
 
 
 @gluon.constexpr_function
 def _exp2_asm():
-    # Of eight registers the fourth and the last. Below -127 the result is 0, and a nan becomes the greatest number.
+    # The fourth and the last of eight registers take the polynomial: below -127 it gives 0, and for nan the greatest number.
     lines = ["{", ".reg .f32 x, y, f;", ".reg .b32 a, b;"]
     for i in range(8):
         if i not in (3, 7):
@@ -75,7 +76,7 @@ def _exp2_asm():
 
 @gluon.jit
 def exp2(x):
-    """2^x, of each eight registers two on the multipliers, as in FlashAttention 4, and six by the exponential unit.
+    """Return 2^x: the exponential unit computes six of eight registers and the multipliers two, as in FlashAttention 4.
 
     2^x = 2^n * 2^f with n = floor(x) and 2^f = 1 + f (C1 + f (C2 + f C3)), within 8.6e-5: 1/22 of a rounding to bf16, 1/6 of
     one to fp16. n is added to the exponent's bits.
@@ -85,26 +86,26 @@ def exp2(x):
 
 @gluon.jit
 def start_dq(work, ds):
-    """Hand dQ of a tile to the tensor cores, once both warpgroups have stored dS."""
+    """Start dQ of a tile on the tensor cores, after both warpgroups have stored dS."""
     BLOCK_M: gl.constexpr = work.sizes.PLAN.block_m
     BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
-    # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
+    # Threads store and wgmma reads through the async proxy: without the fence wgmma may read older data.
     fence_async_shared()
-    thread_barrier()  # the other warpgroup's keys are in dQ too
+    thread_barrier()  # without it the other warpgroup's dS would be missing in this product
     # 64 queries for each warpgroup, or 64 columns where a tile has 64 queries.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1] if BLOCK_M == 128 else [4, 2], [16, 64, 16])
     dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout)
     dq = warpgroup_mma(ds.permute([1, 0]), work.k.reshape([128, BLOCK_D]), dq, use_acc=False, is_async=True)
-    # The compiler wants a barrier between this product and the next dS; here nobody waits for long.
+    # The compiler needs a barrier between this product and the next store of dS. Here no warp waits for long.
     thread_barrier()
     return dq
 
 
 @gluon.jit
 def leave_dq(leave, dq, i):
-    """Leave dQ of load number i where the storing warp reads it."""
+    """Leave dQ of load number i in shared memory for the storing warp."""
     sums_desc, tiles, empty = leave
-    mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
+    mbarrier.wait(empty, (i & 1) ^ 1)  # without it the tile would overwrite a tile that TMA still reads
     if dq.shape[0] == 64:  # the second warpgroup's columns become rows 64 .. 127
         dq = dq.reshape([64, 2, 64]).permute([1, 0, 2]).reshape([128, 64])
     tiles.reshape([8192]).store(to_fragments(dq))
@@ -113,10 +114,10 @@ def leave_dq(leave, dq, i):
 
 @gluon.jit
 def start_masked_scores(work, bounds, clean, m, i):
-    """Hand S^T of tile m, load number i, to the tensor cores. clean: the first tile without a mask, and the next one with one.
+    """Start S^T of tile m, load number i, on the tensor cores. clean: the tiles [first, end) that need no mask.
 
-    A mask is 0 where a query sees a key, and infinity, which the scale makes negative, elsewhere. The loop's registers and its
-    order are those of a loop without masks: with a second loop, or a branch behind the product, a tile took 1.07 of the time at 64.
+    A mask is 0 where a query sees a key, and else an infinity that the scale makes negative. So the loop keeps the registers and
+    the order of a loop without masks: with a second loop, or a branch after the product, a tile took 1.07 of the time at 64.
     """
     PLAN: gl.constexpr = work.sizes.PLAN
     BLOCK_M: gl.constexpr = PLAN.block_m
@@ -135,7 +136,7 @@ def start_masked_scores(work, bounds, clean, m, i):
 
 @gluon.jit
 def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
-    """128 keys against the tiles of queries of a part: returns dK and dV. turn, done: parts and tiles before."""
+    """Return dK and dV of 128 keys from the query tiles of a part. turn, done: numbers of parts and tiles before."""
     PLAN: gl.constexpr = work.sizes.PLAN
     BLOCK_M: gl.constexpr = PLAN.block_m
     BLOCK_D: gl.constexpr = PLAN.block_d
@@ -143,15 +144,15 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
     part = share.read(turn, 8)
     dk = gl.zeros([128, BLOCK_D], gl.float32, accumulator(BLOCK_D, 128))
     dv = gl.zeros([128, BLOCK_D], gl.float32, accumulator(BLOCK_D, 128))
-    # Which queries see a key: found here while K comes, not in the loop. The last part's have been used, or there were none.
+    # Compute here, while K comes, the range of queries for each key. All warps have used the last part's ranges.
     keys = part.key + gl.arange(0, 128, gl.BlockedLayout([1], [32], [8], [0]))
     low, high = work.sizes.queries_of(keys, part.stop)
     bounds.index(0).store(low)
     bounds.index(1).store(high)
-    mbarrier.wait(work.loaded.index(0), turn & 1)
-    mbarrier.wait(work.loaded.index(1), turn & 1)
+    mbarrier.wait(work.loaded.index(0), turn & 1)  # K has arrived
+    mbarrier.wait(work.loaded.index(1), turn & 1)  # V has arrived
     tma.store_wait(0)
-    # Without it a warp would store dS where TMA still reads the last part's dV and dK, or read bounds that are not there yet.
+    # Without the wait and the barrier, a warp would store dS where TMA still reads dV and dK, or read bounds too early.
     thread_barrier()
     v = work.v.reshape([128, BLOCK_D])
     v_left = v
@@ -162,26 +163,26 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
         s = start_masked_scores(work, bounds, (part.first, part.end), m, i)
         work.do.wait_full(i)
         dp = start_scores(v, work.do.tile(i), PLAN.depth, v_left)
-        s = wait_products(s, 2 if BLOCK_D > 64 else 1, BLOCK_M)
+        s = wait_products(s, 2 if BLOCK_D > 64 else 1, BLOCK_M)  # S is complete; the products of dP may still run
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = exp2(s * work.c - lse2[None, :])
         p16 = gl.convert_layout(p.to(dtype), left_operand(BLOCK_D, 128))
-        dp = wait_products(dp, 0, BLOCK_M)
+        dp = wait_products(dp, 0, BLOCK_M)  # dP is complete
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
         ds_tile = ds_tiles.index(i % 2)
         if PLAN.dq:
-            # The slot's last dS, two tiles ago, has been read: all threads have since come to the last tile's barrier.
+            # All warps have read the slot's last dS, two tiles ago: they have met at the last tile's barrier after that.
             ds_tile.store(ds)
         dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         if PLAN.dq:
             dq = start_dq(work, ds_tile)
-        dv = wait_products(dv, 1 if PLAN.dq else 0, BLOCK_D)
+        dv = wait_products(dv, 1 if PLAN.dq else 0, BLOCK_D)  # without it TMA would overwrite dO; dQ may still run
         work.do.release(i, not PLAN.dq)
         dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D, 128)), work.q.tile(i), dk, is_async=True)
         if PLAN.dq:
             leave_dq(leave, wait_products(dq, 1, 64), i)
-        dk = wait_products(dk, 0, BLOCK_D)
+        dk = wait_products(dk, 0, BLOCK_D)  # without it TMA would overwrite Q
         work.q.release(i, not PLAN.dq)
         m = gl.where(m + 1 == part.hi, part.lo, m + 1)
     return dk, dv
@@ -189,20 +190,20 @@ def compute_part(work, share, ds_tiles, leave, bounds, turn, done):
 
 @gluon.jit
 def store_keys(sizes, out, part, place, x):
-    """Store 128 rows of dV or dK through a place that nobody uses between two parts. The next part waits for its end.
+    """Store 128 rows of dV or dK through a place that is free between two parts. The next part waits for the end of the store.
 
-    By TMA, or by the threads where the last of these rows are another packed sequence's.
+    TMA stores the rows; threads do if the last rows belong to another packed sequence.
     """
     desc, memory, eighths = out
     place = place.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     place.reshape([128, x.shape[1]]).store(x.to(desc.dtype))
-    # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
+    # Threads store and TMA reads through the async proxy: without the fence TMA may read older data.
     fence_async_shared()
     by_tma = part.key + 128 <= part.stop if sizes.PLAN.mask == "packed" else True
     if by_tma:
         tma_store(desc, [part.batch, part.kv_head, part.key, 0], place)
     if sizes.PLAN.mask == "packed":
-        thread_barrier()  # all rows have been written
+        thread_barrier()  # without it a thread would load rows that another thread has not written yet
         if part.key + 128 > part.stop:
             BLOCK_D: gl.constexpr = x.shape[1]
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [8, 1], [1, 0])
@@ -215,14 +216,14 @@ def store_keys(sizes, out, part, place, x):
 
 @gluon.jit
 def consumer(work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_out):
-    """Both warpgroups: all parts of this program."""
+    """Compute and store dK and dV of all parts of this program, with both warpgroups."""
     BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
     turn = 0
     done = 0
     key = share.next(turn, 8)
     while key >= 0:
         dk, dv = compute_part(work, share, ds_tiles, leave, bounds, turn, done)
-        # V was read by ordinary loads, and TMA writes the next one: a part without tiles has had no fence since.
+        # Threads have loaded V, and TMA writes the next V: without the fence it may overtake the loads, if a part has no tiles.
         fence_async_shared()
         mbarrier.arrive(freed, count=1)
         part = share.read(turn, 8)
@@ -233,22 +234,22 @@ def consumer(work, share, freed, ds_tiles, leave, bounds, parts_ptr, dk_out, dv_
         else:
             store_keys(work.sizes, dv_out, part, ds_tiles, dv)
             if BLOCK_D > 64:
-                tma.store_wait(0)
-                thread_barrier()  # TMA has read dV, which takes the place of both
+                tma.store_wait(0)  # TMA has read dV
+                thread_barrier()  # without it a warp would store dK into the place from which TMA still reads dV
             store_keys(work.sizes, dk_out, part, ds_tiles.index(1) if BLOCK_D == 64 else ds_tiles, dk * work.scale)
         share.release(turn)
         turn += 1
         key = share.next(turn, 8)
-    tma.store_wait(0)  # a block that ends takes its shared memory along
+    tma.store_wait(0)  # without it the block would end and free its shared memory while TMA reads it
     if not work.sizes.PLAN.dq:
-        wait_for_launch_before()  # dQ's kernel may still run, and what comes behind this one relies on dQ, too
+        wait_for_launch_before()  # without it this kernel could end before dQ's kernel, and later kernels read dQ, too
 
 
 @gluon.jit
 def producer(work, share, blocks, counter, freed, descriptors):
-    """One warp draws this program's numbers, and loads their parts."""
+    """Draw this program's numbers and load their parts, with one warp."""
     blocks_n, section, total, whole, pieces = blocks
-    for _ in gl.static_range(3):  # only moves the code behind it: so 128's loop takes 0.98 of the time
+    for _ in gl.static_range(3):  # it only moves the code after it, which makes the loop at 128 2% faster
         let_next_launch_begin()
     number = gl.program_id(0)
     turn = 0
@@ -256,22 +257,22 @@ def producer(work, share, blocks, counter, freed, descriptors):
     while number < whole + (blocks_n * total - whole) * pieces:
         part = numbered_part(work.sizes, blocks, number)
         share.tell(part, turn)
-        mbarrier.wait(freed, (turn & 1) ^ 1)  # the consumer may still read the last part's K and V
+        mbarrier.wait(freed, (turn & 1) ^ 1)  # without it TMA would overwrite K and V that the consumer still reads
         load_part(work, part, done, descriptors)
         done += part.count
         turn += 1
-        # Not before: whoever is free first is to have the next block. The consumer has two tiles left to compute.
+        # Draw no earlier: the first free program should get the next block. The consumer still has two tiles to compute.
         number = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-    none = number * 0 - 1  # there is no part behind these
+    none = number * 0 - 1  # a part with negative fields ends the other roles
     share.tell(Part(none, none, none, none, none, none, none, none, none, none, none), turn)
 
 
 @gluon.jit
 def storing_warp(work, share, leave):
-    """One warp hands dQ of each tile to TMA, which adds it to the sums, and gives its place back."""
+    """Hand dQ of each tile to TMA, which adds it to the sums, and give its place back, with one warp."""
     sums_desc, tiles, empty = leave
     PLAN: gl.constexpr = work.sizes.PLAN
-    # Rows of 128 numbers of a tile's dQ: 64, or fewer where its last columns are zeros.
+    # A tile of dQ has 64 rows of 128 numbers, or fewer if its last columns are zeros.
     ROWS: gl.constexpr = PLAN.depth // 2 if PLAN.depth > 0 else 64
     BOX: gl.constexpr = sums_desc.block_type.shape[0]
     if PLAN.dq:
@@ -282,15 +283,15 @@ def storing_warp(work, share, leave):
             share.release(turn)
             head, m = part.begin(work.sizes)
             for _ in range(part.count):
-                meet(LEFT, 288)
-                # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
+                meet(LEFT, 288)  # without it TMA would read a tile that the consumer has not stored yet
+                # Threads store and TMA reads through the async proxy: without the fence TMA may read older data.
                 fence_async_shared()
                 row = ((part.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * 64
                 for w in gl.static_range(ROWS // BOX):
                     tma_add(sums_desc, [row + w * BOX, 0], tiles.slice(w * BOX, BOX, 0))
-                tma.store_wait(0)
+                tma.store_wait(0)  # without it the consumer would overwrite the tile while TMA reads it
                 mbarrier.arrive(empty, count=1)
-                head, m = part.behind(head, m)
+                head, m = part.next_tile(head, m)
             turn += 1
             key = share.next(turn, 1)
 
@@ -325,7 +326,7 @@ def attention_backward_step6(
     scale,
     PLAN: gl.constexpr,
 ):
-    """A program computes dK and dV of blocks of 128 keys of one head, or parts of them, and adds to dQ."""
+    """Compute dK and dV of blocks of 128 keys, or of their parts, and add to dQ; programs draw the blocks."""
     let_next_launch_begin()
     sizes = make_sizes(sq, sk, back, ahead, heads, kv_heads, PLAN)
     share = make_share(2 if PLAN.dq else 1)
@@ -335,7 +336,7 @@ def attention_backward_step6(
     ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, PLAN.block_n, PLAN.block_m], swizzled)
     freed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(freed, count=1)
-    # A barrier that is initialised and not used has no place of its own: the compiler gives it to a tile, which PTX forbids.
+    # Without dQ these names stand for other memory: the compiler would give an unused barrier's place to a tile, which PTX forbids.
     tiles = ds_tiles
     empty = freed
     if PLAN.dq:

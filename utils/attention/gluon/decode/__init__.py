@@ -3,8 +3,8 @@
     from utils.attention.gluon.decode.launch import decode
     out = decode(q, k_cache, v_cache, seqlens=lengths)
 
-`plan.py` chooses tiles and the split, `work.py` says which program reads which keys, and `kernel.py` is compiled for a function
-that attends: `keys.py`, `rows.py` for many query rows (`steps.py`), `cluster.py` for few heads (`cluster_rows.py`, `inbox.py`), or
-`quantized_keys.py` for fp8 caches. `merge.py` adds up the parts of a head, and `launch.py` is the operator that torch sees.
+`plan.py` chooses tiles and the split, and `work.py` gives each program its keys. `kernel.py` is compiled for one function that
+attends: `keys.py`, `rows.py` for many query rows (`steps.py`), `cluster.py` for few heads (`cluster_rows.py`, `inbox.py`), or
+`quantized_keys.py` for fp8 caches. `merge.py` adds up the parts of a head, and `launch.py` is the operator for torch.
 Importing this package imports no Triton.
 """

@@ -1,6 +1,6 @@
-"""One block of keys and values on its way: its pages, its copy by TMA, and the mask of its scores.
+"""Load one block of keys and values: its pages, its copy by TMA, and the mask of its scores.
 
-All decode kernels use these: those in which keys are the rows of the products, and those in which query rows are.
+All decode kernels use these functions, with keys as the rows of the products or with query rows.
 """
 
 from triton.experimental import gluon
@@ -12,54 +12,54 @@ from utils.attention.gluon.shared import MINUS_INF, keep_columns, thread_barrier
 
 @gluon.jit
 def page_numbers(cache, cursor):
-    """Where the boxes of a block are, a tuple: pages, or the sequence. Fetched a block ahead, because each page is a load."""
+    """Return the places of a block's boxes, a tuple of pages or of the sequence. Call it a block ahead: each page is a load."""
     BOXES: gl.constexpr = cache.PLAN.block_n // cache.PLAN.box
     numbers = ()
     key = (cursor.first + cursor.j) * cache.PLAN.block_n
     row = cache.table_ptr + cursor.b.to(gl.int64) * cache.table_stride
-    # A page that is none lies outside of the tensor, so that TMA brings zeros.
+    # Page -1 lies outside of the tensor, so TMA writes zeros for it.
     other = gl.where(cache.pages > 0, -1, cursor.b)
     for i in gl.static_range(BOXES):
         page = (key + i * cache.PLAN.box) >> cache.page_bits
         inside = (cursor.b < cache.batch) & (page < cache.pages)
-        # No branch around the loads: behind it the warp would wait for them.
+        # The loads need a mask and no branch: after a branch the warp would wait for them.
         numbers = numbers + (gl.load(row + page, mask=inside, other=other),)  # noqa: RUF005
     return numbers
 
 
-# Adds zero: the number of a lane is below 32. ptxas does not see that.
+# Add lane // 32, which is zero. ptxas does not see that.
 UNCHANGED = gl.constexpr("{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }")
 
 
 @gluon.jit
-def when_used(number):
-    """The same page number, in a register that only its use reads.
+def fresh_register(number):
+    """Return the same page number in a new register, which is read when the number is used.
 
-    TMA takes its coordinates from uniform registers. Without this, ptxas moves a number there right behind its load, a
-    block before it is used, and the warp waits for the memory at that place.
+    TMA takes its coordinates from uniform registers. Otherwise ptxas moves a number there right after its load, a block
+    before its use, and the warp waits there for the memory.
     """
     return gl.inline_asm_elementwise(UNCHANGED, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def expect_block(descriptor, cache, full, pred):
-    """Announce the bytes of a block of K or V to its barrier; copies that come before could complete a phase too early."""
+    """Announce the bytes of a block of K or V to its barrier: a copy that came before could complete the phase too early."""
     PLAN: gl.constexpr = cache.PLAN
     mbarrier.expect(full, PLAN.block_n * PLAN.block_d * (descriptor.dtype.primitive_bitwidth // 8), pred=pred)
 
 
 @gluon.jit
 def copy_block(descriptor, cache, cursor, numbers, tile, full, pred):
-    """Start the copy of one block of K or V, which is announced; its barrier completes when all bytes are there.
+    """Start the copy of one announced block of K or V; its barrier completes when all bytes are there.
 
-    Rows outside of the tensor come as zeros.
+    TMA writes zeros for rows outside of the tensor.
     """
     PLAN: gl.constexpr = cache.PLAN
     key = (cursor.first + cursor.j) * PLAN.block_n
     for i in gl.static_range(PLAN.block_n // PLAN.box):
         row = (key + i * PLAN.box) & ((1 << cache.page_bits) - 1)
         part = tile.slice(i * PLAN.box, PLAN.box, dim=2)
-        tma_load(descriptor, [when_used(numbers[i]), cursor.head, row, 0], full, part, pred=pred)
+        tma_load(descriptor, [fresh_register(numbers[i]), cursor.head, row, 0], full, part, pred=pred)
 
 
 @gluon.jit
@@ -71,7 +71,7 @@ def load_block(descriptor, cache, cursor, numbers, tile, full, pred):
 
 @gluon.jit
 def copy_queries(q_desc, cache, cursor, tile, full, pred):
-    """Start the copy of a tile of query rows, which is announced; rows that do not exist come as zeros."""
+    """Start the copy of an announced tile of query rows; TMA writes zeros for rows outside of the tensor."""
     tma_load(q_desc, [cursor.b, cursor.head, cache.tile() * cache.PLAN.columns, 0], full, tile, pred=pred)
 
 
@@ -84,7 +84,7 @@ def load_queries(q_desc, cache, cursor, tile, full, pred):
 
 @gluon.jit
 def first_blocks(cache, cursor):
-    """The blocks that the ring has room for from the cursor on, each with its page numbers, and the cursor behind them."""
+    """Return the first blocks, as many as the ring holds, each a cursor with its page numbers; and the next cursor."""
     ROOM: gl.constexpr = cache.PLAN.slots // 2
     blocks = ()
     for _ in gl.static_range(ROOM):
@@ -95,10 +95,10 @@ def first_blocks(cache, cursor):
 
 @gluon.jit
 def fill_ring(cache, descriptors, blocks, count, Q_TILES: gl.constexpr):
-    """Allocate the ring, tiles of K and V in turn, tiles of queries, and a barrier for each of them all, and start the first loads.
+    """Allocate the ring (tiles of K and V in turn), the tiles of queries and a barrier for each tile, and start the first loads.
 
-    The queries' barriers are behind the ring's, in the same array: Triton would give the memory of a barrier that is not used any
-    more to another tile. blocks: of `first_blocks`. count: how many blocks the program has.
+    The queries' barriers stand after the ring's in one array: Triton would give the place of an unused barrier to a tile.
+    blocks: from `first_blocks`. count: number of the program's blocks.
     """
     PLAN: gl.constexpr = cache.PLAN
     SLOTS: gl.constexpr = PLAN.slots
@@ -108,12 +108,12 @@ def fill_ring(cache, descriptors, blocks, count, Q_TILES: gl.constexpr):
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [Q_TILES, 1, 1, PLAN.columns, PLAN.block_d], q_desc.layout)
     for i in gl.static_range(SLOTS + Q_TILES):
         mbarrier.init(full.index(i), count=1)
-    # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
+    # All announcements come before all copies: the compiler puts a barrier between the two, and this way needs only one.
     mbarrier.expect(full.index(SLOTS), q_desc.block_type.nbytes)
     for slot in gl.static_range(SLOTS):
         expect_block(k_desc, cache, full.index(slot), slot // 2 < count)
-    # TMA completes the barriers through the async proxy, and may otherwise find them as they were before; and a warp could wait
-    # on a barrier that is not ready.
+    # Without the fence, TMA, which completes the barriers through the async proxy, may find them not initialized; without the
+    # barrier a warp could wait at one that is not initialized.
     fence_async_shared()
     thread_barrier()
     copy_queries(q_desc, cache, blocks[0][0], q_ring.index(0), full.index(SLOTS), True)
@@ -126,7 +126,7 @@ def fill_ring(cache, descriptors, blocks, count, Q_TILES: gl.constexpr):
 
 @gluon.jit
 def needs_mask(cache, cursor, j):
-    """Whether block j holds a key that some query may not see, or none: keys [low, clear) are seen by every query."""
+    """Whether block j holds a key that some query may not see. Every query sees the keys [low, clear)."""
     key = (cursor.first + j) * cache.PLAN.block_n
     low = cursor.length - cache.left
     clear = cursor.length - gl.maximum(cache.sq - cache.right - 1, 0)
@@ -135,7 +135,7 @@ def needs_mask(cache, cursor, j):
 
 @gluon.jit
 def clear_blocks(cache, cursor):
-    """How many blocks from the cursor on need no mask; zero with a window."""
+    """Return the number of blocks from the cursor on that need no mask; zero with a window."""
     BLOCK_N: gl.constexpr = cache.PLAN.block_n
     clear = cursor.length - gl.maximum(cache.sq - cache.right - 1, 0) - (cursor.first + cursor.j) * BLOCK_N
     return gl.where(cursor.length > cache.left, 0, clear // BLOCK_N)
@@ -143,10 +143,10 @@ def clear_blocks(cache, cursor):
 
 @gluon.jit
 def mask_block(s, cache, cursor, j, KEYS: gl.constexpr):
-    """The scores of block j, minus infinity where a query may not look.
+    """Return the scores of block j, with minus infinity where a query may not see a key.
 
-    Dimension KEYS holds the keys; the other one the query rows of the program's tile. Rows are the new tokens of one query head
-    after those of another.
+    Dimension KEYS holds the keys, the other dimension the query rows of the program's tile: the new tokens of the first query
+    head, then those of the next head.
     """
     PLAN: gl.constexpr = cache.PLAN
     ROWS: gl.constexpr = 1 - KEYS
@@ -165,9 +165,9 @@ def mask_block(s, cache, cursor, j, KEYS: gl.constexpr):
 
 @gluon.jit
 def clean_values(v_tile, cursor, j, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Replace the values of block j behind the last key by zeros: zero times nan would be nan."""
+    """Set the values of block j behind the last key to zero: zero times nan would be nan."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    # Few keys at a time, because the output's registers are in use.
+    # Take few keys at a time, because the output needs most registers.
     PIECE: gl.constexpr = min(16 * gl.num_warps() // (BLOCK_D // 64), BLOCK_N)
     begin = (cursor.first + j) * BLOCK_N
     if begin + BLOCK_N > cursor.length:

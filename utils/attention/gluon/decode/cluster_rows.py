@@ -1,4 +1,4 @@
-"""Products with query rows as rows, for the programs of a cluster: one warpgroup has up to 64 rows of a head of keys."""
+"""Products with query rows as rows, for the programs of a cluster: one warpgroup takes up to 64 rows of a head of keys."""
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
 
@@ -22,14 +22,14 @@ from utils.attention.gluon.shared import (
 
 @aggregate
 class RowsAsRows:
-    """S = Q K^T and O = P V for one tile of 64 query rows; the methods are those of `keys.KeysAsRows`."""
+    """S = Q K^T and O = P V for one tile of 64 query rows; it has the methods of `keys.KeysAsRows`."""
 
     cache: Cache
     q: gl.shared_memory_descriptor
 
     @gluon.jit
-    def unseen(self):
-        """The state before the first block: output [64, BLOCK_D], maxima and sums of the rows."""
+    def initial_state(self):
+        """Return the state before the first block: output [64, BLOCK_D], maxima and sums of the rows."""
         rows: gl.constexpr = gl.SliceLayout(1, accumulator(self.cache.PLAN.block_n))
         BLOCK_D: gl.constexpr = self.cache.PLAN.block_d
         o = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
@@ -37,12 +37,12 @@ class RowsAsRows:
 
     @gluon.jit
     def start_scores(self, k_tile):
-        """Hand the scores of a block to the tensor cores; k_tile: a slot of the ring."""
+        """Start the scores of a block on the tensor cores; k_tile: a slot of the ring."""
         return start_scores(self.q, k_tile.reshape([self.cache.PLAN.block_n, self.cache.PLAN.block_d]))
 
     @gluon.jit
     def start_block(self, cursor, j, s, state, v_tile, v_full, LAST: gl.constexpr):
-        """The softmax of block j of a head, and the start of its product with V: the new state."""
+        """Compute the softmax of block j of a head, start its product with V, and return the new state."""
         PLAN: gl.constexpr = self.cache.PLAN
         BLOCK_D: gl.constexpr = PLAN.block_d
         o, m, total = state
@@ -56,14 +56,14 @@ class RowsAsRows:
         mbarrier.wait(barrier, phase)  # V has arrived
         if LAST:
             clean_values(v_tile, cursor, j, PLAN.block_n, BLOCK_D)
-            # Zeros stored by threads, read by wgmma through the async proxy: without the fence it may read what was there,
-            # without the barrier the other warps' zeros would be missing.
+            # Threads store zeros and wgmma reads through the async proxy: without the fence it may read older values, and
+            # without the barrier the zeros of other warps would be missing.
             fence_async_shared()
             thread_barrier()
         return warpgroup_mma(p, v_tile.reshape([PLAN.block_n, BLOCK_D]), o, is_async=True), m, total
 
     @gluon.jit
     def totals(self, state):
-        """The maxima and sums of the rows."""
+        """Return the maxima and sums of the rows."""
         rows: gl.constexpr = gl.SliceLayout(1, accumulator(self.cache.PLAN.block_d))
         return gl.convert_layout(state[1], rows), gl.convert_layout(state[2], rows)

@@ -1,8 +1,8 @@
-"""What the programs of a cluster send each other, and where it arrives: the merge of `cluster.py` in shared memory.
+"""Merge the parts of a head in shared memory: the programs of a cluster send slices to each other's inboxes.
 
-Each program sends each other one that one's slice of its unnormalized output, with the maxima and sums of all rows. The stores
-count the bytes they bring on a barrier of the receiver (`st.async`), so a program waits once, for everything, then adds up its
-slice and stores it. Triton knows nothing of clusters, so all of this is PTX.
+Each program sends every program of its cluster a slice of its unnormalized output, with the maxima and sums of all rows. The
+stores count their bytes on a barrier of the receiver (`st.async`). So a program waits once for all bytes, then adds up its slices
+and stores the result. Triton has no clusters, so all of this is PTX.
 """
 
 from triton.experimental import gluon
@@ -12,12 +12,12 @@ from utils.attention.gluon.decode import plan
 from utils.attention.gluon.decode.merge import inverse
 from utils.attention.gluon.shared import MINUS_INF, accumulator, aggregate
 
-NOBODY = gl.constexpr(plan.MOST_PARTS)  # the receiver that no cluster has
+NOBODY = gl.constexpr(plan.MOST_PARTS)  # the number of a receiver that no cluster has
 
 
 @gluon.constexpr_function
 def power(n):
-    """The power of two that n is."""
+    """Return the logarithm of n, a power of two."""
     return n.bit_length() - 1
 
 
@@ -25,14 +25,14 @@ def power(n):
 class Team:
     """The programs of a cluster, which share a head."""
 
-    rank: gl.tensor  # of this program
+    rank: gl.tensor  # number of this program in the cluster
     bits: gl.tensor  # the cluster has 2^bits programs
 
 
 @gluon.constexpr_function
 def _open_asm(space):
-    # The launch asks for more shared memory than Triton knows of: at its end are the inbox's barrier and the inbox. One
-    # thread says how many bytes will come.
+    # The launch asks for more shared memory than Triton knows of, and the barrier and the inbox lie at its end. One thread
+    # announces the bytes that will come.
     return (
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %dynamic_smem_size; mov.u32 $0, global_smem; add.u32 $0, $0, t; "
         f"sub.u32 $0, $0, {space}; "
@@ -42,15 +42,15 @@ def _open_asm(space):
     )
 
 
-# Where the numbers will stand. All programs have opened their inboxes: without the wait, a slice could come before the
-# barrier is there.
+# Wait until all programs have opened their inboxes, and return the place of the numbers. Without the wait, a slice could
+# arrive before the barrier is initialized.
 JOIN = gl.constexpr("barrier.cluster.wait.acquire; add.u32 $0, $1, 16;")
 
 
 @gluon.constexpr_function
 def _send_asm(pairs):
-    # A number ($1: where, $2: to whom, $3: the barrier that counts the bytes, $4: the number), or two that stand side by side
-    # there; to a program that does not exist nothing goes.
+    # Send a number ($1: place, $2: receiver, $3: barrier that counts the bytes, $4: number), or two numbers to neighbouring
+    # places. A receiver that does not exist gets nothing.
     at, owner, barrier, numbers, zeros = "$1", "$2", "$3", "$4", "mov.u32 $0, 0;"
     if pairs == "neighbours":  # two neighbouring elements, with the address of the first
         at, owner, barrier, numbers, zeros = "$2", "$4", "$6", "{$8, $9}", "mov.u32 $0, 0; mov.u32 $1, 0;"
@@ -68,15 +68,15 @@ ARRIVED = gl.constexpr(
     "{ .reg .pred p; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$1], 0; @!p bra again; "
     "mov.u32 $0, 0; }"
 )
-# A program that ends gives its shared memory back, while stores of it, or to it, may still be on their way. So none ends before
-# all have what was sent to them; the wait is behind the last work, when the others have long arrived.
+# A program that ends gives its shared memory back, while stores to it may still be under way. So no program ends before all
+# programs have received everything. The wait comes after the last work, when the others have long arrived.
 ALL_HAVE = gl.constexpr("barrier.cluster.arrive.relaxed; mov.u32 $0, 0;")
 LEAVE = gl.constexpr("barrier.cluster.wait.acquire; mov.u32 $0, 0;")
 
 
 @gluon.jit
 def open_inbox(team, rows, PLAN: gl.constexpr):
-    """Set up the barrier of this program's inbox, which gets a slice of so many rows from each program; its address."""
+    """Set up the barrier of this program's inbox, which gets a slice of so many rows from each program; return its address."""
     expected = rows * ((8 << team.bits) + 4 * PLAN.block_d)
     asm: gl.constexpr = _open_asm(PLAN.inbox_space)
     return gl.inline_asm_elementwise(asm, "=r,r", [expected], dtype=gl.int32, is_pure=False, pack=1)
@@ -84,13 +84,13 @@ def open_inbox(team, rows, PLAN: gl.constexpr):
 
 @gluon.jit
 def join(barrier):
-    """Wait until all inboxes of the cluster may be written; where in each the numbers stand."""
+    """Wait until programs may write to all inboxes of the cluster; return the place of the numbers in an inbox."""
     return gl.inline_asm_elementwise(JOIN, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def send(inbox, barrier, team, rows, row, d, o, PLAN: gl.constexpr, PAIRS: gl.constexpr):
-    """Send each program its slice of o; row, d: of each number, in o's shape. PAIRS: neighbours along d go together."""
+    """Send each program its slice of o; row, d: place of each number, in o's shape. PAIRS: send two neighbours along d at once."""
     width_bits = power(PLAN.block_d) - team.bits
     in_slice = d & ((1 << width_bits) - 1)
     at = inbox + PLAN.numbers_at + 4 * (((team.rank * PLAN.columns + row) << width_bits) + in_slice)
@@ -107,7 +107,7 @@ def send(inbox, barrier, team, rows, row, d, o, PLAN: gl.constexpr, PAIRS: gl.co
 
 @gluon.jit
 def send_sums(inbox, barrier, team, rows, row, other, m, total, PLAN: gl.constexpr):
-    """Send the rows' maxima and sums to program `other` of the cluster, if there is one; all four of one shape."""
+    """Send the rows' maxima and sums to program `other` of the cluster, if it exists; row, other, m and total have one shape."""
     at = inbox + 8 * (team.rank * PLAN.columns + row)
     other = gl.where((row < rows) & (other < (1 << team.bits)), other, NOBODY)
     barrier = gl.full_like(at, 0) + barrier
@@ -119,7 +119,7 @@ def send_sums(inbox, barrier, team, rows, row, other, m, total, PLAN: gl.constex
 
 @gluon.constexpr_function
 def _load_asm(n):
-    # n numbers that stand side by side, at the address of the first.
+    # Load n neighbours from the address of the first.
     numbers = ", ".join(f"${i}" for i in range(n))
     return f"ld.shared.v{n}.f32 {{{numbers}}}, [${n}];" if n > 1 else "ld.shared.f32 $0, [$1];"
 
@@ -131,7 +131,7 @@ def _load_constraints(n):
 
 @gluon.jit
 def load_shared(address, EACH: gl.constexpr):
-    """Read fp32 numbers of this program's inbox, EACH neighbours at once, which a thread holds side by side."""
+    """Read fp32 numbers of this program's inbox; a thread reads its EACH neighbours at once."""
     return gl.inline_asm_elementwise(
         _load_asm(EACH), _load_constraints(EACH), [address], gl.float32, is_pure=False, pack=EACH
     )
@@ -139,7 +139,7 @@ def load_shared(address, EACH: gl.constexpr):
 
 @gluon.jit
 def load_sums(address):
-    """Read maxima and sums, which stand side by side."""
+    """Read maxima and sums; a maximum and its sum are neighbours."""
     return gl.inline_asm_elementwise(
         "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", [address], (gl.float32, gl.float32), is_pure=False, pack=1
     )
@@ -147,7 +147,7 @@ def load_sums(address):
 
 @gluon.constexpr_function
 def slice_layout(rows, width):
-    """Layout of a program's slice [rows, width]: a thread holds up to four neighbours of a row, as many as there are for each thread."""
+    """Return the layout of a program's slice [rows, width]: a thread holds up to four neighbours of a row."""
     each = max(1, min(rows * width // 128, 4, width))
     lanes = min(width // each, 32)
     return gl.BlockedLayout([1, each], [32 // lanes, lanes], [4, 1], [1, 0])
@@ -155,20 +155,20 @@ def slice_layout(rows, width):
 
 @gluon.jit
 def wait_for_slices(barrier):
-    """Wait for everything that is sent to this program."""
+    """Wait until this program has received all slices: without it the sums would miss some of them."""
     gl.inline_asm_elementwise(ARRIVED, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
     gl.inline_asm_elementwise(ALL_HAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def leave():
-    """Wait until all programs of the cluster have what was sent to them."""
+    """Wait until all programs of the cluster have received all slices: without it a store could reach freed memory."""
     gl.inline_asm_elementwise(LEAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def add_up(results, inbox, rank, start, PARTS: gl.constexpr):
-    """Add up all slices of program `rank` of PARTS, which have arrived, and store them: a slice of each row's numbers."""
+    """Add up the slices in the inbox of program `rank` of PARTS, and store the sum: a slice of each row of the output."""
     PLAN: gl.constexpr = results.cache.PLAN
     ROWS: gl.constexpr = PLAN.columns
     WIDTH: gl.constexpr = PLAN.block_d // PARTS
@@ -200,10 +200,10 @@ def add_up(results, inbox, rank, start, PARTS: gl.constexpr):
 
 @gluon.jit
 def send_part(inbox, barrier, team, rows, o, m, total, PLAN: gl.constexpr, ROWS: gl.constexpr):
-    """Send a part, of so many rows, to all programs. Dimension ROWS of o holds query rows, the other one D."""
+    """Send a part of so many rows to all programs. Dimension ROWS of o holds query rows, the other dimension D."""
     OTHER: gl.constexpr = 1 - ROWS
     layout: gl.constexpr = o.type.layout
-    # A product's 64 rows, or sixteen of its columns, stand for programs: a thread holds some, and sends sums to them.
+    # The other dimension of the sums stands for programs: a thread sends sums to the programs whose places it holds.
     few: gl.constexpr = layout if ROWS == 1 else accumulator(16)
     shape: gl.constexpr = [64, PLAN.columns] if ROWS == 1 else [64, 16]
     other = gl.expand_dims(gl.arange(0, shape[OTHER], gl.SliceLayout(ROWS, few)), ROWS).broadcast_to(shape)

@@ -1,4 +1,4 @@
-"""The kernel of the first launch: it knows the sizes of a call, and a function that it is compiled for attends.
+"""The kernel of the first launch: it has the sizes of a call, and calls the function ATTEND of its compilation.
 
 ATTEND is `keys.attend_keys`, `rows.attend_rows`, `cluster.attend_cluster` or `quantized_keys.attend_fp8`.
 """
@@ -10,7 +10,7 @@ from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.work import Cache
 from utils.kernels.early_launch import let_next_launch_begin
 
-# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
+# `do_not_specialize` makes one kernel for all sizes: without it, sizes of 1 and multiples of 16 would have further kernels.
 SIZES = ["table_stride", "batch", "kv_heads", "rows", "sq", "sk", "left", "right", "lengths", "page_bits", "pages"]
 SIZES += ["head_dim", "whole", "bits", "policy"]
 
@@ -44,9 +44,9 @@ def attention_decode(
     PLAN: gl.constexpr,
     ATTEND: gl.constexpr,
 ):
-    """One program: its share of the blocks of all heads. The grid is (tiles of query rows, programs), or that of `cluster.py`.
+    """Attend to a program's share of the blocks of all heads: grid (tiles of query rows, programs), or clusters (`cluster.py`).
 
-    The sizes are the fields of `Cache`. scales_ptr: (2, Hkv) fp32, of K and of V, for an fp8 cache. policy: of the L2, for `assembling.py`.
+    The sizes are fields of `Cache`. scales_ptr: (2, Hkv) fp32, of K and of V, for an fp8 cache. policy: of the L2 (`assembling.py`).
     """
     cache = Cache(
         lens_ptr,

@@ -1,8 +1,7 @@
 """Run the decode kernel on tensors of a Hopper GPU, and register it with torch as one operator.
 
-What a call needs is worked out once for each combination of shapes, strides and options, and kept (`Launch`): a decode
-step takes microseconds, so its call must not take more. A kept launch starts the compiled kernels by themselves
-(`kernels/handle.py`) and leaves out Triton's search for them.
+A `Launch` is made once for each combination of shapes, strides and options, and kept: a decode step takes microseconds, so its
+call must not take more. A kept launch starts the compiled kernels without Triton's search for them (`kernels/handle.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +28,10 @@ from utils.kernels.handle import Handle
 from utils.newest import Newest
 
 LOG2_E = math.log2(math.e)
+EVICT_FIRST, EVICT_NORMAL = (
+    0x12F0000000000000,
+    0x1000000000000000,
+)  # CUTLASS's numbers for the L2's policies of TMA copies
 
 
 def decode(
@@ -43,11 +46,10 @@ def decode(
     block_table: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the newest tokens q (B, H, Sq, D) over a cache, fp16 or bf16, on a Hopper GPU: (B, H, Sq, D).
+    """Compute attention of the newest tokens q (B, H, Sq, D) over a cache, fp16 or bf16, on a Hopper GPU: (B, H, Sq, D).
 
-    The last query of a sequence is at its last key. The arguments are checked by `utils.attention.decode`.
-
-    The arguments mean what `utils.attention.attention_decode` says.
+    The last query of a sequence is at its last key. `utils.attention.decode` has checked the arguments; they mean the same as in
+    `utils.attention.attention_decode`.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if torch.compiler.is_compiling():
@@ -67,7 +69,7 @@ def attention_decode(
     block_table: torch.Tensor | None,
     kv_scales: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`decode` as one operator, for graphs of torch.compile; window 0: none."""
+    """Compute `decode` as one operator, for graphs of torch.compile; window 0: no window."""
     return _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales)
 
 
@@ -78,13 +80,13 @@ def _attention_decode_fake(q, k, v, causal, scale, window, seqlens, block_table,
 
 def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales) -> torch.Tensor:
     if q.is_cuda and torch._C._cuda_getDevice() != q.get_device():
-        # Kernels are loaded on the current device, and launched there.
+        # CUDA loads and launches kernels on the current device.
         with torch.cuda.device(q.device):
             return _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales)
     if scale <= 0:
-        q, scale = positive_scale(q, scale)  # the kernel takes the maximum before it scales
+        q, scale = positive_scale(q, scale)  # the kernel takes maxima before it scales
     launch = _find_launch(q, k, v, causal, scale, window, seqlens is not None, block_table)
-    if launch is None:  # no new token
+    if launch is None:  # there is no new token
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if launch.copies or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q = q.contiguous() if launch.copies else q
@@ -94,7 +96,7 @@ def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales) -> 
 
 
 def _find_launch(q, k, v, causal: bool, scale: float, window: int, lengths: bool, block_table) -> Launch | None:
-    """Return the launch for tensors of these shapes, strides and types, made now if there is none."""
+    """Return the launch for tensors of these shapes, strides and types; make it if there is none."""
     table = None if block_table is None else (block_table.shape, block_table.stride())
     strides = q.stride(), k.stride(), v.stride()
     key = q.shape, k.shape, strides, table, q.dtype, k.dtype, q.device, causal, scale, window, lengths
@@ -108,7 +110,7 @@ _LAUNCHES: Newest[tuple, Launch] = Newest(512)
 
 
 class Launch:
-    """Decode for tensors of given shapes and strides: plan, arguments, and after the first call the launches of both kernels."""
+    """The decode of tensors with given shapes and strides: plan, arguments and, after the first call, the handles of both kernels."""
 
     def __init__(
         self,
@@ -122,12 +124,12 @@ class Launch:
         block_table: torch.Tensor | None,
         found: Arrangement | None = None,
     ):
-        """Work out a launch; found: how it is computed, which by default `arrange` says."""
+        """Plan a launch; found: its arrangement, by default from `arrange`."""
         batch, _, sq, head_dim = q.shape
         kv_heads, page = k.shape[1:3]
         keys = page if block_table is None else page * block_table.shape[1]
         pages, stride = (0, 0) if block_table is None else (block_table.shape[1], block_table.stride(0))
-        # No query is farther from a key than this; the kernel adds distances to positions, in 32 bits.
+        # No query is farther from a key than this. The kernel adds distances to positions in 32 bits.
         far = keys + sq
         self.fp8 = k.dtype == torch.float8_e4m3fn
         shape = Shape(
@@ -155,16 +157,16 @@ class Launch:
         heads, rows = kv_heads * found.tiles, shape.rows
         self.sizes: tuple = stride, batch, kv_heads, rows, sq, keys, left, right, int(lengths), page_bits, pages
         self.sizes += head_dim, int(found.whole), max(found.parts.bit_length() - 1, 0)
-        self.sizes += scale * LOG2_E, policy_of(found.hint)
+        self.sizes += scale * LOG2_E, EVICT_FIRST if found.hint else EVICT_NORMAL
         ends = 2 * found.tiles * found.programs * plan.columns * (plan.block_d + 2)
         self.merge_sizes: tuple = found.tiles, rows, plan.columns, plan.block_d.bit_length() - 1, head_dim, ends
         self.merge_sizes += (scale * LOG2_E,)
         shared = MERGE_GROUPS if found.programs > MERGE_PARTS * batch * kv_heads else 1
         pieces = -(-min(rows, plan.columns) * plan.block_d * shared // MERGE_NUMBERS)
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
-        self.parts = ends + 2 * batch * heads if found.merged else 0
+        self.parts = ends + 2 * batch * heads if found.needs_merge else 0
         self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
-        # The query rows of a head of keys, new tokens after new tokens of each query head, have one distance.
+        # TMA needs one distance between all query rows of a head of keys: the new tokens of each query head in turn.
         rows_apart = shape.group == 1 or sq == 1 or q.stride(1) == sq * q.stride(2)
         self.copies = not (rows_apart and all(map(strides_fit, (q, k, v))))
         q_strides = [q.stride(0), q.stride(1) * shape.group, q.stride(1 if sq == 1 else 2), 1]
@@ -172,10 +174,10 @@ class Launch:
         self.q_map = q_shape, _tma_strides(q_shape, q_strides)
         self.k_map = list(k.shape), _tma_strides(k.shape, k.stride(), 16 // k.element_size())
         self.v_map = list(v.shape), _tma_strides(v.shape, v.stride(), 16 // v.element_size())
-        self.handles: list[Handle] = []  # of the kernel, and of the merge where there is one
+        self.handles: list[Handle] = []  # handles of the kernel, and of the merge if there is one
 
     def __call__(self, q, k, v, seqlens=None, block_table=None, scales=None) -> torch.Tensor:
-        """Attention of tensors like those it was made for; scales: (2, Hkv) fp32, of K and of V, for an fp8 cache."""
+        """Compute attention of tensors like the first ones; scales: (2, Hkv) fp32, of K and of V, for an fp8 cache."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         parts = torch.empty(self.parts, dtype=torch.float32, device=self.device) if self.parts else self.unused_parts
         lens = self.unused_integers if seqlens is None else seqlens
@@ -183,7 +185,7 @@ class Launch:
         factors = self.unused_parts if scales is None else scales
         if not self.handles:
             self._compile(q, k, v, (out, parts, lens, table, factors))
-            if not self.handles:  # in the simulator, which has run the kernels
+            if not self.handles:  # the simulator has run the kernels
                 return out
         self.handles[0](q, k, v, out, parts, lens, table, factors)
         if self.parts:
@@ -191,7 +193,7 @@ class Launch:
         return out
 
     def _compile(self, q, k, v, memory: tuple) -> None:
-        """Compile the kernels, or in the simulator run them."""
+        """Compile the kernels; in the simulator, run them."""
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -226,25 +228,20 @@ class Launch:
             self.handles.append(Handle(compiled, grid, tensors, rest, self.device.index, cluster))
 
     def _adapt(self, compiled):
-        """Return a copy of the first kernel, not yet loaded, whose copies have a policy, and with the inbox of a cluster.
+        """Return a copy of the first kernel, not yet loaded, with a policy for TMA copies and with a cluster's inbox.
 
-        All launches share it: a cache that grows by a token at each call has a launch for each.
+        All launches share this copy: a cache that grows by a token at each call has a launch for each length.
         """
-        from utils.kernels.assembling import policy_copies, reassembled
+        from utils.kernels.assembling import policy_copies, reassemble
 
-        twin = reassembled(compiled, policy_copies)
+        twin = reassemble(compiled, policy_copies)
         if self.plan.cluster:
             shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
             twin.metadata = compiled.metadata._replace(shared=shared)
         return twin
 
 
-def policy_of(first_to_leave: bool) -> int:
-    """The L2's policy for what TMA brings: evict_first, or as usual; what CUTLASS gives TMA for these."""
-    return 0x12F0000000000000 if first_to_leave else 0x1000000000000000
-
-
 def _tma_strides(shape, strides, fitting: int = 8) -> list[int]:
-    """Strides for a descriptor: dimensions of size one may have any, and TMA wants multiples of 16 bytes (fitting)."""
+    """Return strides for a descriptor. A dimension of size one gets the stride `fitting`, 16 bytes: TMA needs multiples of them."""
     pairs = zip(shape[:-1], strides, strict=False)
     return [stride if size > 1 else fitting for size, stride in pairs] + [1]

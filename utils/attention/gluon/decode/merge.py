@@ -1,12 +1,15 @@
-"""Where results go: the output of a head that one program computed whole, or its parts, which a second launch adds up.
+"""Store results: the output of a head that one program has computed, or parts of heads, which a second launch adds up.
 
 A part is an unnormalized output (columns x BLOCK_D, fp32) with the maximum and the sum of each column. With m the largest
 of the maxima, out = sum_i 2^(c (m_i - m)) o_i / sum_i 2^(c (m_i - m)) total_i.
 
-A program has two parts at most: of the head in which it begins (part 2 p) and of the one in which it ends (2 p + 1). The
-maxima and sums of a part stand before its output. Behind all parts stand, for each head, the first and the last program that
-read it, so that the second launch need not know how blocks were dealt out: it often begins with its instructions still in
-memory, and waits for each eight of them.
+A program p has at most two parts: part 2 p of the head in which it begins, and part 2 p + 1 of the head in which it ends. The
+maxima and sums of a part stand before its output. The numbers of the first and the last program of each head stand after all
+parts, so the second launch need not compute them: it often begins with a cold instruction cache, and short code saves time.
+
+    grid         heads of all sequences x programs for each head, about 2048 programs in all
+    thread       4 neighbouring numbers of 8 parts at once; of a head with more parts, 4 groups of lanes share the numbers
+    measured     the groups make 1 x 4/1 heads, 32768 keys of 256 numbers 1.19 times as fast (docs/kernels/decode.md)
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -28,19 +31,19 @@ LANES_OF_GROUP = gl.constexpr(32 // MERGE_GROUPS)
 
 @gluon.jit
 def in_eights(head_dim):
-    """The head dimension, known to the compiler as a multiple of eight: it then stores two neighbours at once."""
+    """Return the head dimension as a multiple of eight, so that the compiler stores two neighbours at once."""
     return head_dim // 8 * 8
 
 
 @gluon.jit
 def inverse(total):
-    """1 / total; zero for a row that sees no key, whose sum is zero, so that its output is zeros."""
+    """Return 1 / total, or 0 if a row sees no key and its sum is zero: its output is zeros."""
     return gl.where(total == 0.0, 0.0, 1.0 / gl.where(total == 0.0, 1.0, total))
 
 
 @gluon.constexpr_function
 def rows_by_eights(rows, columns):
-    """Like the layout of a product [rows, columns], but a thread has eight neighbours of a row: a conversion stays inside a warp."""
+    """Return a layout like a product's [rows, columns] with eight neighbours of a row in a thread: warps keep their rows."""
     registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, 32 << i] for i in range((columns // 32).bit_length() - 1))]
     warps = [[16 << i, 0] for i in range((rows // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], warps, [], [rows, columns])
@@ -48,7 +51,7 @@ def rows_by_eights(rows, columns):
 
 @aggregate
 class Results:
-    """Output and parts, and what says where in them a row is."""
+    """The memory for the output and the parts, with the places of rows."""
 
     out_ptr: gl.tensor
     parts_ptr: gl.tensor
@@ -57,14 +60,14 @@ class Results:
 
     @gluon.jit
     def places(self, cursor, column):
-        """Where the columns' rows begin in the output, (B, Hkv, rows, D), and which of them exist."""
+        """Return where the rows of these columns begin in the output (B, Hkv, rows, D), and whether each row exists."""
         row = self.cache.tile() * self.cache.PLAN.columns + column
         flat = (cursor.b * self.cache.heads + cursor.head) * self.cache.rows + row
         return flat.to(gl.int64) * self.head_dim, row < self.cache.rows
 
     @gluon.jit
     def store_rows(self, cursor, o):
-        """Store the output [rows, D] of a tile by eights: by twos, heads of 256 keys take 1.1 to 1.2 times as long."""
+        """Store the output [rows, D] of a tile by eight numbers at once: by twos, heads of 256 keys take 1.1 to 1.2 times as long."""
         layout: gl.constexpr = rows_by_eights(o.shape[0], o.shape[1])
         o = gl.convert_layout(o.to(self.out_ptr.dtype.element_ty), layout)
         at, exists = self.places(cursor, gl.arange(0, o.shape[0], gl.SliceLayout(1, layout)))
@@ -73,10 +76,10 @@ class Results:
 
     @gluon.jit
     def store(self, cursor, n, o, sums, ROWS: gl.constexpr):
-        """Store what the n blocks from the cursor on gave: the output of a head, or the part of one.
+        """Store the result of the n blocks from the cursor on: the output of a head, or a part of it.
 
-        Dimension ROWS of o, unnormalized, holds the tile's query rows, the other one D. sums: row numbers, maxima and sums, a tuple
-        of these for all rows or for each half of them (`softmax.split_rows`).
+        Dimension ROWS of the unnormalized o holds the tile's query rows, the other dimension D. sums: tuples (row numbers, maxima,
+        sums), one for all rows or one for each half of the rows (`softmax.split_rows`).
         """
         cache = self.cache
         COLUMNS: gl.constexpr = cache.PLAN.columns
@@ -87,7 +90,7 @@ class Results:
         d = gl.expand_dims(gl.arange(0, o.shape[1 - ROWS], gl.SliceLayout(ROWS, layout)), ROWS)
         at, exists = self.places(cursor, row)
         keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
-        # For the second launch: which program reads a head's first block, and which one its last.
+        # Store for the second launch the number of the program with a head's first block, and with its last block.
         programs = gl.num_programs(1)
         program = cache.tile() * programs + gl.program_id(1)
         tile = (cursor.b * cache.heads + cursor.head) * gl.num_programs(0) + cache.tile()
@@ -111,10 +114,10 @@ class Results:
 
 @gluon.jit
 def add_piece(results, first, count, piece, shared, columns, d_bits):
-    """Add up some numbers of a head, neighbours of a row, over the parts of `count` programs.
+    """Add up some neighbouring numbers of a head's rows over the parts of `count` programs.
 
-    results: pointers, scale, and where the head's rows begin and how many there are. A thread holds WIDTH neighbours of HELD
-    parts, so that all its loads are under way at the same time. shared: the GROUPS of a warp have other parts of the same numbers.
+    results: pointers, scale, first row and number of rows of the head, head dimension. A thread holds WIDTH neighbours of HELD
+    parts, so that all its loads run at the same time. shared: the GROUPS of a warp hold different parts of the same numbers.
     """
     LANES: gl.constexpr = LANES_OF_GROUP * gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout(
@@ -141,17 +144,17 @@ def add_piece(results, first, count, piece, shared, columns, d_bits):
         i = begin + turn * HELD + held
         part = 2 * (first + i) + (i == 0).to(gl.int32)
         here = (i < count)[:, :, None] & exists[None, :, :]
-        # Multiples of WIDTH, known to the compiler: it then loads all neighbours at once.
+        # The compiler sees multiples of WIDTH, and loads all neighbours at once.
         start = (part * (columns * (block_d + 2) // WIDTH * WIDTH))[:, :, None]
         numbers = start + (at + 2 * columns // WIDTH * WIDTH)[None, :, :]
-        # Past the L1: other SMs have written this a moment ago.
+        # Read past the L1: other SMs have just written these numbers.
         pointers = parts_ptr + numbers[:, :, :, None] + width[None, None, None, :]
         values = gl.load(pointers, mask=here[:, :, :, None], other=0.0, cache_modifier=".cg")
         pointers = parts_ptr + start + column[None, :, :]
         maxima = gl.load(pointers, mask=here, other=MINUS_INF, cache_modifier=".cg")
         totals = gl.load(pointers + columns, mask=here, other=0.0, cache_modifier=".cg")
         top = gl.maximum(m, gl.max(maxima, 0))
-        shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # no key yet: 2^(-inf), not nan
+        shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # without a key, 2^(-inf - 0) = 0; -inf + inf is nan
         weight = gl.exp2(maxima * c - shifted[None, :, :])
         old = gl.exp2(m * c - shifted)
         m = top
@@ -177,19 +180,19 @@ def add_piece(results, first, count, piece, shared, columns, d_bits):
 
 @gluon.jit(do_not_specialize=["tiles", "rows", "columns", "d_bits", "head_dim", "ends"])
 def attention_decode_merge(out_ptr, parts_ptr, tiles, rows, columns, d_bits, head_dim, ends, c):
-    """The second launch, the same for all tiles: grid (heads of all sequences, programs that share a head's merge).
+    """Merge the parts of heads in the second launch, for all tiles: grid (heads of all sequences, programs for each head).
 
-    ends: where behind the parts the heads' first and last programs stand.
+    ends: the place of the heads' first and last programs after the parts.
     """
     head = gl.program_id(0)
     row_of_tile = (head % tiles) * columns
     mine = gl.minimum(rows - row_of_tile, columns)
     results = out_ptr, parts_ptr, c, head // tiles * rows + row_of_tile, mine, in_eights(head_dim)
-    wait_for_launch_before()
+    wait_for_launch_before()  # without it the parts might not be complete
     first = gl.load(parts_ptr + ends + 2 * head, cache_modifier=".cg").to(gl.int32)
     count = gl.load(parts_ptr + ends + 2 * head + 1, cache_modifier=".cg").to(gl.int32) - first + 1
     if count > 1:
         shared = count > HELD
-        numbers = LANES_OF_GROUP * gl.num_warps() * WIDTH * gl.where(shared, 1, GROUPS)  # of a piece
+        numbers = LANES_OF_GROUP * gl.num_warps() * WIDTH * gl.where(shared, 1, GROUPS)  # numbers of a piece
         for piece in range(gl.program_id(1), gl.cdiv(mine << d_bits, numbers), gl.num_programs(1)):
             add_piece(results, first, count, piece, shared, columns, d_bits)

@@ -7,7 +7,7 @@ from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
 def attend_of(plan: Plan):
-    """Return the function that the kernel of a plan is compiled for."""
+    """Return the function ATTEND for the kernel of a plan."""
     from utils.attention.gluon.decode import cluster, keys, quantized_keys, rows
 
     if plan.cluster:
@@ -18,7 +18,7 @@ def attend_of(plan: Plan):
 
 
 def compile_decode(plan: Plan | None, dtype: str = "bf16") -> Assembly:
-    """Compile the kernel of a plan, or without one that of the second launch, for sm_90a."""
+    """Compile the kernel of a plan for sm_90a. None compiles the kernel of the second launch."""
     from triton.experimental.gluon import language as gl
 
     from utils.attention.gluon.decode.kernel import attention_decode

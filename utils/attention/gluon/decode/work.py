@@ -1,10 +1,10 @@
-"""Which program reads which blocks of keys.
+"""Deal blocks of keys to programs.
 
 The blocks of all heads stand in one long row, sequence by sequence, head by head. Each program takes the same number of
-neighbours; a head's beginning counts as a block. A head that lies in several programs is merged.
+neighbours; the beginning of a head counts as a block. If a head lies in several programs, its parts are merged.
 
-Where a head has several tiles of query rows, as many programs have the same blocks, one for each tile. They run at the same time,
-so that one of them reads the keys from memory, and the others find them in the L2.
+If a head has several tiles of query rows, each tile has a program with the same blocks. These programs run at the same time, so
+that one of them reads the keys from memory, and the others find them in the L2.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -12,12 +12,12 @@ so that one of them reads the keys from memory, and the others find them in the 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.decode.blocks import when_used
+from utils.attention.gluon.decode.blocks import fresh_register
 from utils.attention.gluon.shared import aggregate
 
-CHUNK = gl.constexpr(128)  # sequences whose lengths a warp looks at together, four a lane
-# Blocks that a head's beginning counts as, since nothing runs beside its first scores and its store. With 0, 32 x 32 heads of up to 768
-# keys took 90 us in place of 76: the programs of short sequences had the most heads.
+CHUNK = gl.constexpr(128)  # number of sequences whose lengths a warp reads together, four in each lane
+# A head's beginning counts as so many blocks, since nothing runs beside its first scores and its store. With 0, 32 x 32 heads of up to
+# 768 keys took 90 us instead of 76: programs with short sequences had too many heads.
 BEGINNING = gl.constexpr(1)
 
 
@@ -28,9 +28,9 @@ def _add(a, b):
 
 @aggregate
 class Split:
-    """Programs 0 .. extra-1 take share + 1 units, the others share.
+    """The units of each program: programs 0 .. extra - 1 take share + 1 units, the others take share units.
 
-    A head is so many units: its beginning, and behind it grains of so many blocks, of one or of those of a whole head.
+    A head has `beginning` units for its start, and then a unit for each `grain` blocks. A grain is one block or a whole head.
     """
 
     share: gl.tensor
@@ -40,17 +40,17 @@ class Split:
 
     @gluon.jit
     def begin(self, program):
-        """First unit of a program."""
+        """Return the first unit of a program."""
         return program * self.share + gl.minimum(program, self.extra)
 
     @gluon.jit
     def units(self, blocks):
-        """Units of a head of so many blocks."""
+        """Return the units of a head of so many blocks."""
         return self.beginning + gl.cdiv(blocks, self.grain)
 
     @gluon.jit
     def blocks_before(self, unit, blocks):
-        """How many blocks stand before a unit, if heads of so many blocks stand in one row; and how many whole heads."""
+        """Return the numbers of blocks and of whole heads before a unit, in a row of heads of so many blocks."""
         head = unit // self.units(blocks)
         j = (unit - head * self.units(blocks) - self.beginning) * self.grain
         return head * blocks + gl.minimum(gl.maximum(j, 0), blocks), head
@@ -58,7 +58,7 @@ class Split:
 
 @aggregate
 class Cursor:
-    """One block: sequence, head of keys, number in the head; and the sequence's sizes."""
+    """The place of one block: sequence, head of keys, number in the head; and the sizes of the sequence."""
 
     b: gl.tensor
     head: gl.tensor
@@ -68,75 +68,73 @@ class Cursor:
     blocks: gl.tensor
 
     @gluon.jit
-    def behind(self, blocks):
-        """The cursor that many blocks further, in the same head."""
+    def skip(self, blocks):
+        """Return the cursor so many blocks further in the same head."""
         return Cursor(self.b, self.head, self.j + blocks, self.length, self.first, self.blocks)
 
     @gluon.jit
-    def at_last(self):
-        """The cursor at the last block of this head."""
+    def last_block(self):
+        """Return the cursor at the last block of this head."""
         return Cursor(self.b, self.head, self.blocks - 1, self.length, self.first, self.blocks)
 
 
 @aggregate
 class Cache:
-    """Sizes of the cache and of the question, the same for all programs."""
+    """Sizes of the cache and of the queries, the same for all programs."""
 
     lens_ptr: gl.tensor
     table_ptr: gl.tensor
     table_stride: gl.tensor
     batch: gl.tensor
-    heads: gl.tensor  # of keys
+    heads: gl.tensor  # heads of keys
     rows: gl.tensor  # query rows of a head of keys: query heads of its group times new tokens
     sq: gl.tensor  # new tokens
-    sk: gl.tensor  # keys of every sequence where it has no length of its own
-    left: gl.tensor  # a query sees keys behind its position minus this
-    right: gl.tensor  # and up to its position plus this
-    lengths: gl.tensor  # 1: each sequence has a length of its own
+    sk: gl.tensor  # keys of every sequence, if there are no lengths
+    left: gl.tensor  # a query sees keys from its position - left + 1 on
+    right: gl.tensor  # and keys up to its position + right
+    lengths: gl.tensor  # 1: `lens_ptr` has the length of each sequence
     page_bits: gl.tensor  # logarithm of the tokens of a page; 30 for a cache in one piece
     pages: gl.tensor  # columns of the block table; 0 for a cache in one piece
-    whole: (
-        gl.tensor
-    )  # 1: programs take whole heads, of equal lengths or at most one each, and there is no second launch
+    whole: gl.tensor  # 1: programs take whole heads, of equal lengths or at most one each, and nothing is merged
     bits: gl.tensor  # 2^bits programs of a cluster take the blocks of a head in turn
     c: gl.tensor  # scale of the scores times log2(e)
     PLAN: gl.constexpr
 
     @gluon.jit
     def tile(self):
-        """Which tile of a head's query rows this program computes; what follows from it would otherwise stay in registers for all heads."""
-        return gl.to_tensor(0) if self.PLAN.cluster else when_used(gl.program_id(0))
+        """Return the number of this program's tile of query rows, in a new register: so nothing that depends on it stays in registers."""
+        return gl.to_tensor(0) if self.PLAN.cluster else fresh_register(gl.program_id(0))
 
     @gluon.jit
     def length(self, b):
-        """Number of keys of sequence b; behind the last sequence, that of the last."""
+        """Return the number of keys of sequence b, or of the last sequence if b is behind it."""
         return gl.load(self.lens_ptr + gl.minimum(b, self.batch - 1), mask=self.lengths > 0, other=self.sk)
 
     @gluon.jit
     def first_visible(self, length):
-        """First block with a key that the first new token of a sequence sees."""
+        """Return the first block with a key that the first new token of a sequence sees."""
         return gl.maximum(length - self.sq - self.left + 1, 0) // self.PLAN.block_n
 
     @gluon.jit
     def count_blocks(self, length):
-        """Number of blocks that a sequence needs; one at least, so that each row is written."""
+        """Return the number of blocks of a sequence, at least one, so that each row of the output is written."""
         return gl.maximum(gl.cdiv(length, self.PLAN.block_n) - self.first_visible(length), 1)
 
     @gluon.jit
     def blocks_of_chunk(self, begin):
-        """Blocks of the sequences begin .. begin + CHUNK - 1, zero for those that do not exist; each warp has all of them."""
+        """Return, in each warp, the blocks of the sequences begin .. begin + CHUNK - 1; zero behind the last sequence."""
         b = begin + gl.arange(0, CHUNK, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
         lengths = gl.load(self.lens_ptr + b, mask=b < self.batch, other=0)
         return gl.where(b < self.batch, self.count_blocks(lengths), 0)
 
     @gluon.jit
     def at(self, b, head, j, length):
-        """The cursor at a block of a sequence of this length."""
+        """Return the cursor at a block of a sequence of this length."""
         return Cursor(b, head, j, length, self.first_visible(length), self.count_blocks(length))
 
     @gluon.jit
     def deal(self, programs):
-        """The Split of all blocks over that many programs."""
+        """Return the Split of all blocks over so many programs."""
         each = self.count_blocks(self.sk)
         total = self.batch * each
         if (self.lengths > 0) & (self.whole == 0):
@@ -153,7 +151,7 @@ class Cache:
 
     @gluon.jit
     def start(self):
-        """Where the blocks of this program begin, and how many it has; behind the last sequence where there are none."""
+        """Return the cursor at this program's first block, and the number of its blocks, which may be zero."""
         program = gl.program_id(1)
         split = self.deal(gl.num_programs(1))
         unit, end = split.begin(program), split.begin(program + 1)
@@ -186,9 +184,9 @@ class Cache:
 
     @gluon.jit
     def advance(self, cursor):
-        """The cursor at the program's next block."""
+        """Return the cursor at the program's next block."""
         if self.PLAN.cluster:
-            return cursor.behind(1 << self.bits)  # the programs of a cluster have one head, and take its blocks in turn
+            return cursor.skip(1 << self.bits)  # the programs of a cluster take the blocks of a head in turn
         j = cursor.j + 1
         over = j >= cursor.blocks
         j = gl.where(over, 0, j)
