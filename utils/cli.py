@@ -136,7 +136,7 @@ def check_lab(
         keep_outcomes(notebook, outcomes_of(executed))
     found = parts(executed)
     rows = [
-        [f"{part.question}{' (bonus)' if part.bonus else ''}", part.title, f"{part.points:g}", _said(part)]
+        [f"{part.question}{' (bonus)' if part.bonus else ''}", part.title, f"{part.points:g}", _verdict(part)]
         for part in found
     ]
     show_table(["Question", "", "Points", "Visible check"], rows, wrap=["", "Visible check"])
@@ -145,7 +145,7 @@ def check_lab(
         raise typer.Exit(1)
 
 
-def _said(part: Part) -> str:
+def _verdict(part: Part) -> str:
     message = re.sub(r"^(Bonus )?(Question )?[\d.]+:? ?", "", part.message)
     return f"{part.state}: {message}" if part.state == FAILED and message else part.state
 

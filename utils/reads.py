@@ -15,7 +15,7 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     return *code.co_names, *(name for part in inner for name in names_in(part))
 
 
-def read_by(function: Callable) -> list[Any]:
+def outside_values(function: Callable) -> list[Any]:
     """Return a function's defaults, the variables around it that are bound, and the globals that it names."""
     values = [
         *(getattr(function, "__defaults__", None) or ()),

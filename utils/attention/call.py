@@ -33,7 +33,7 @@ from utils.attention.problem import (
 )
 from utils.attention.sequences import both_masks, check_tensor, clear_behind, packed_mask, padded_mask
 from utils.benchmark.profiling import launched
-from utils.kernels.handle import KEPT, layout, needs_grad
+from utils.kernels.handle import CALLS, layout, needs_autograd
 from utils.newest import Newest
 
 # With more than eight versions, a function of torch.compile would silently run unfused, fifty times slower. `attention` may call
@@ -115,7 +115,7 @@ def attention(
 
         return call_outside_of_graphs(attention, q, k, v, seqlens=seqlens, cu_seqlens=cu_seqlens, sink=sink, **given)
     key = _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backend)
-    if key is not None and (kept := KEPT.get(key)) is not None:
+    if key is not None and (kept := CALLS.get(key)) is not None:
         again, run, graphs = kept
         if graphs is None or graphs == compiled_graphs():
             try:
@@ -125,7 +125,7 @@ def attention(
                 raise
             except RuntimeError:
                 pass  # the full decision below says which backend refuses and why; "auto" then tries the next backend
-        KEPT.pop(key, None)  # another thread may have removed it
+        CALLS.pop(key, None)  # another thread may have removed it
     functions: dict = {"mask_mod": mask_mod, "score_mod": score_mod}
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, **functions, with_lse=return_lse)
     refusals: dict[str, str] = {}
@@ -137,7 +137,7 @@ def attention(
             bound = _compiled.get(kept) or chosen.bind_problem(problem, options)
             if chosen.compiles:
                 if kept not in _compiled and len(_compiled) == _compiled.most:
-                    KEPT.clear()  # otherwise its decisions would keep the block mask of a dropped function alive
+                    CALLS.clear()  # otherwise its decisions would keep the block mask of a dropped function alive
                 _compiled[kept] = bound
             with torch._dynamo.config.patch(_MANY_VERSIONS) if bound.source else nullcontext():
                 out = (bound.first or bound.call)(q, k, v)
@@ -149,7 +149,7 @@ def attention(
         graphs = None if bound.source is None else compiled_graphs()  # counting them imports Triton
         # The number of graphs is not in the key, so each call compares it: after further compilations a call is decided anew,
         # and an eager fallback is an error there.
-        KEPT[key] = bound.call if bound.again is None else bound.again(q, k, v), run, graphs
+        CALLS[key] = bound.call if bound.again is None else bound.again(q, k, v), run, graphs
     return out
 
 
@@ -197,7 +197,7 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, return_lse, backen
     try:
         hash((mask_mod, score_mod, backend))
         functions = mask_mod, score_mod, mask_mod is not None and captures(mask_mod)
-        grad = needs_grad(q, k, v), trains(score_mod)
+        grad = needs_autograd(q, k, v), trains(score_mod)
         return backend, causal, scale, window, functions, return_lse, grad, layout(q, k, v)
     except (RuntimeError, TypeError):
         return None  # sparse and nested tensors have no strides; they are refused later, like arguments without a hash

@@ -71,8 +71,8 @@ def attention_decode(
     if scale is not None and scale.__class__ is not float:
         scale = finite_scale(scale)  # the value of a tensor may change before the next call
     given = q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
-    if torch.compiler.is_compiling() and not needs_grad:
+    needs_autograd = torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
+    if torch.compiler.is_compiling() and not needs_autograd:
         return _attention_decode_whole(*given)
     return _decode(*given)
 
@@ -247,7 +247,7 @@ def _check(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, 
         # Take the shapes of a cache in one piece; nothing is read or allocated.
         keys, values = (x[:1, :, :1].expand(len(q), -1, slots, -1) for x in (keys, values))
     problem = make_problem(q, keys, values, causal=causal, scale=scale, window=window)
-    if problem.needs_grad:
+    if problem.needs_autograd:
         raise ValueError(
             "attention_decode has no backward pass, and an input requires a gradient: use torch.no_grad()."
         )

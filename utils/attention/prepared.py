@@ -65,7 +65,7 @@ class Prepared:
         self.inputs, self.seconds, self.backend = inputs, bound.seconds, settings["backend"]
         self._codes: list[str] = []
         self._metadata = tuple(map(_metadata, inputs))
-        self._grad, self._mask = problem.needs_grad, problem.mask_mod
+        self._grad, self._mask = problem.needs_autograd, problem.mask_mod
         self._read = {captures(self._mask)}
         first = bound.first or bound.call
         began = time.perf_counter()

@@ -28,7 +28,7 @@ from utils.attention.masks.mask_mods import (
     sliding_window,
 )
 from utils.attention.masks.score_mods import ScoreMod, modify_scores, trains
-from utils.kernels.handle import needs_grad
+from utils.kernels.handle import needs_autograd
 from utils.machine.device import Support
 from utils.validation import whole_number
 
@@ -64,7 +64,7 @@ class Problem:
     causal: bool
     scale: float
     window: int | None
-    needs_grad: bool
+    needs_autograd: bool
     mask_mod: MaskMod | None = None
     score_mod: ScoreMod | None = None
     v_dim: int = 0  # width of the values; 0: the same as the keys'
@@ -186,7 +186,7 @@ def make_problem(
     if not sq:  # without queries nothing is masked, and no function is called
         causal, window, mask_mod, score_mod = False, None, None, None
     shape = batch, heads, kv_heads, sq, sk, head_dim
-    more = needs_grad(q, k, v) or trains(score_mod), mask_mod, score_mod, v_dim if v_dim != head_dim else 0, with_lse
+    more = needs_autograd(q, k, v) or trains(score_mod), mask_mod, score_mod, v_dim * (v_dim != head_dim), with_lse
     return Problem(*shape, q.dtype, q.device, causal, scale, window, *more)
 
 

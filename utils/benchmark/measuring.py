@@ -26,7 +26,7 @@ from utils.benchmark.sampling import Timing, time_calls
 from utils.config import dtype_name
 from utils.machine.device import default_device, usable_device
 from utils.machine.environment import float32_matmul_precision
-from utils.reads import read_by
+from utils.reads import outside_values
 from utils.validation import check_callable
 
 # What a GPU's events cannot tell apart in a pair of samples, whatever their number: all ratios of a matmul of 6 us to itself lay
@@ -162,7 +162,7 @@ def tensors_of(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         inner = value[:256]
     elif callable(value) and not isinstance(value, type):
-        inner = [getattr(value, "__self__", None), getattr(value, "__dict__", None), *read_by(value)]
+        inner = [getattr(value, "__self__", None), getattr(value, "__dict__", None), *outside_values(value)]
     for item in inner if depth < 4 else ():
         yield from tensors_of(item, depth + 1)
 

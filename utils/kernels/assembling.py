@@ -82,7 +82,7 @@ def narrow_products(ptx: str, columns: int) -> str:
     return re.sub(r"mul\.f32 (%\w+), \1, %\w+;", lambda found: "" if found[1] in zeros else found[0], ptx)
 
 
-def narrowed(compiled: Any, columns: int) -> Any:
+def narrow_kernel(compiled: Any, columns: int) -> Any:
     """Return a copy of a compiled kernel with products of so many columns (`narrow_products`); 0 returns the kernel itself."""
     return reassemble(compiled, lambda ptx: narrow_products(ptx, columns)) if columns else compiled
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import torch
 
-from utils.kernels.handle import KEPT, layout, needs_grad, observed
+from utils.kernels.handle import CALLS, layout, needs_autograd, needs_operator
 from utils.machine.device import gluon_support, triton_support
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -58,9 +58,9 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     TMA copies A and B, so their rows must start at multiples of 16 bytes; the columns of a column-major matrix likewise.
     """
     name = "gemm_warp_specialized"
-    key = () if observed(a, b) or needs_grad(a, b) else (name, *layout(a, b))
+    key = () if needs_operator(a, b) or needs_autograd(a, b) else (name, *layout(a, b))
     # An earlier call has checked operands of these shapes, strides and types, and has kept their launch.
-    kept = KEPT.get(key)
+    kept = CALLS.get(key)
     if kept is not None and (a.data_ptr() | b.data_ptr()) % 16 == 0:
         return kept(a, b)
     check_operands(name, a, b, dtypes=(torch.float16, torch.bfloat16))
@@ -75,7 +75,7 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     launch = prepare(a, b)
     if key:
-        KEPT[key] = launch
+        CALLS[key] = launch
     return launch(a, b)
 
 

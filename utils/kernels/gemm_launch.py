@@ -43,7 +43,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
     (m, n), (a_columns, *a_rows), (b_columns, *b_rows) = shape, rows_in_memory("A", a), rows_in_memory("B", b)
     if plan is None:
         plan, split = choose(*shape, k, a_columns, b_columns, sms)
-    plan = plan.ordered(a_columns, b_columns)
+    plan = plan.with_order(a_columns, b_columns)
     if plan.transposed:
         a, b, m, n, a_rows, b_rows = b, a, n, m, b_rows, a_rows
     if split > max(1, ceil_div(k, BLOCK_K)):
@@ -71,7 +71,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, plan: Plan | None = None, split: i
 
     def describe(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[TensorDescriptor, ...]:
         c_rows = [*shape], [c.stride(0), 1]
-        given = zip((a, b, c, c), (a_rows, b_rows, c_rows, c_rows), compiled_for.declared, strict=False)
+        given = zip((a, b, c, c), (a_rows, b_rows, c_rows, c_rows), compiled_for.compiled_boxes, strict=False)
         return tuple(TensorDescriptor(x, *rows, box, box_layout(box)) for x, rows, box in given)
 
     def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
@@ -240,7 +240,7 @@ def compile_for_hopper(plan: Plan, dtype: str = "bf16"):
     from utils.kernels.offline import compile_gluon
 
     plan = plan.kernel
-    descriptors = zip(("a_desc", "b_desc", "c", "tail"), plan.declared, strict=False)
+    descriptors = zip(("a_desc", "b_desc", "c", "tail"), plan.compiled_boxes, strict=False)
     signature = {name: f"tensordesc<{dtype}{box},{box_layout(box)!r}>" for name, box in descriptors}
     signature |= {"sums": "*fp32"}
     signature |= dict.fromkeys(("rows", "columns", "steps", "items", "whole", "split", "slots", "eighths"), "i32")

@@ -46,7 +46,7 @@ class Plan:
         """Return the plan of a tile of so many columns."""
         return replace(self, block_n=width)
 
-    def ordered(self, a_column_major: bool, b_column_major: bool) -> Plan:
+    def with_order(self, a_column_major: bool, b_column_major: bool) -> Plan:
         """Return the plan for a product whose A and B lie so in memory."""
         a, b = (not b_column_major, not a_column_major) if self.transposed else (a_column_major, b_column_major)
         return replace(self, a_column_major=a, b_column_major=b)
@@ -72,7 +72,7 @@ class Plan:
         return [self.columns, BLOCK_K] if self.b_column_major else [BLOCK_K, self.columns]
 
     @property
-    def brought(self) -> int:
+    def b_columns(self) -> int:
         """Columns of B in a slot: 64 lie in a row of shared memory, or 8 of each block of the cluster below each other."""
         unit = 8 * self.cluster if self.b_column_major else min(64, self.columns)
         return ceil_div(self.block_n, unit) * unit
@@ -80,7 +80,7 @@ class Plan:
     @property
     def b_box(self) -> list[int]:
         """Rows and columns of `b_tile` that one TMA copy brings: all, or of the share of a block as many rows as 64 columns have."""
-        share = self.brought // self.cluster
+        share = self.b_columns // self.cluster
         return self.b_tile if self.cluster == 1 else [share if self.b_column_major else math.gcd(64, share), BLOCK_K]
 
     @property
@@ -115,10 +115,10 @@ class Plan:
     @property
     def slots(self) -> int:
         """Slots of the ring, each as large as the tile's operands."""
-        return min(SLOTS, 8 * self.ring_kilobytes // (self.block_m + self.brought))
+        return min(SLOTS, 8 * self.ring_kilobytes // (self.block_m + self.b_columns))
 
     @property
-    def declared(self) -> tuple[list[int], ...]:
+    def compiled_boxes(self) -> tuple[list[int], ...]:
         """Boxes that the kernel is compiled for: of the copies of B to a cluster only as many rows as a swizzle has."""
         a, b, *c = self.boxes
         return a, b if self.cluster == 1 else [8, BLOCK_K], *c
@@ -196,7 +196,7 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
     products = PRODUCT * plan.block_m * plan.block_n * BLOCK_K / 2**21
     products += 0 if plan.short or plan.warps == 8 else ALONE
     busy = min(1.0, items.number * plan.cluster / sms)
-    loads = BYTES * busy**FEW * (plan.block_m + plan.brought / plan.cluster) * BLOCK_K / 512
+    loads = BYTES * busy**FEW * (plan.block_m + plan.b_columns / plan.cluster) * BLOCK_K / 512
     kb_c = plan.block_m * plan.block_n / 512
     steps_in_all = whole * steps + parts * ceil_div(steps, items.split)
     time = (0.0 if plan.short else LAUNCH) + steps_in_all * max(products, loads)
@@ -208,6 +208,6 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
 
 def choose(m: int, n: int, k: int, a_column_major: bool, b_column_major: bool, sms: int) -> tuple[Plan, int]:
     """Return the plan with the shortest estimated time, and into how many parts its tiles are cut that fill no round."""
-    plans = [plan.ordered(a_column_major, b_column_major) for plan in PLANS if plan.cluster <= sms]
+    plans = [plan.with_order(a_column_major, b_column_major) for plan in PLANS if plan.cluster <= sms]
     found = [(plan, split) for plan in plans for split in SPLITS if split <= max(1, k // 128)]
     return min(found, key=lambda x: estimate(m, n, k, x[0], x[1], sms))

@@ -158,7 +158,7 @@ def take(work, i):
 
 @gluon.jit
 def b_of(work, slot):
-    """Return where B of a slot begins in a cluster, in kilobytes, and how many each block fetches, as in `Plan.brought`."""
+    """Return where B of a slot begins in a cluster, in kilobytes, and how many each block fetches, as in `Plan.b_columns`."""
     PLAN: gl.constexpr = work.PLAN
     UNIT: gl.constexpr = PLAN.cluster if PLAN.b_column_major else 8
     share = gl.cdiv(work.width, 8 * UNIT) * (UNIT // PLAN.cluster)
@@ -183,7 +183,7 @@ def fill(work, ring, slot, source, step, pred=True):
     full = ring[2].index(slot)
     # Announce the bytes first: a copy that came before could complete the phase too early. A copy from another block may
     # come before, and does no harm: the phase cannot end before this arrival.
-    mbarrier.expect(full, 2 * (PLAN.block_m + PLAN.brought) * BLOCK_K, pred=pred)
+    mbarrier.expect(full, 2 * (PLAN.block_m + PLAN.b_columns) * BLOCK_K, pred=pred)
     at = [k, row] if PLAN.a_column_major else [row, k]
     tma.async_load(a_desc, at, full, ring[0].index(slot), pred=pred)
     if PLAN.cluster == 1:
@@ -191,7 +191,7 @@ def fill(work, ring, slot, source, step, pred=True):
         tma.async_load(b_desc, at, full, ring[1].index(slot), pred=pred)
     else:
         # The kernel is compiled for copies of eight rows. The launch's descriptor copies this block's whole share, or 64 columns
-        # and as many rows as divide the share. `Plan.brought` and `Plan.b_box` have these sizes on the host.
+        # and as many rows as divide the share. `Plan.b_columns` and `Plan.b_box` have these sizes on the host.
         begin, share = b_of(work, slot)
         box = share if PLAN.b_column_major else min(share & -share, 8)
         COPIES: gl.constexpr = 1 if PLAN.b_column_major else 3

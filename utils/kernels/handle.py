@@ -4,7 +4,7 @@
 long string, and encodes each TMA descriptor. The result is the same as long as shapes, strides and alignment are the
 same. A `Handle` packs the parameters once, as the kernel's PTX declares them, and keeps them by the addresses of the
 tensors. Torch's allocator gives the steps of a training the same addresses again; then a launch is one call of the CUDA
-driver. `KEPT` maps the `layout` of tensors to the decisions and launches of earlier calls.
+driver. `CALLS` maps the `layout` of tensors to the decisions and launches of earlier calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from utils.newest import Newest
 
 _PLAIN, _requires_grad = {torch.Tensor, torch.nn.Parameter}, operator.attrgetter("requires_grad")
 _empty_strided = torch._C._dynamo.guards._empty_strided_cuda
-KEPT: Newest[tuple, Any] = Newest(4096)
+CALLS: Newest[tuple, Any] = Newest(4096)
 _BOUND: Newest[tuple, list] = Newest(4096)  # {(handles, stream, addresses): packed launches}
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has not used CUDA before
 _CLUSTER, _CLUSTER_POLICY, _EARLY = 4, 5, 6  # CUlaunchAttributeID
@@ -199,7 +199,7 @@ def start(handles: tuple[Handle, ...], addresses: tuple[int, ...]) -> None:
         _check(result)
 
 
-def observed(*tensors: torch.Tensor) -> bool:
+def needs_operator(*tensors: torch.Tensor) -> bool:
     """Whether torch must see a call as an operator, because somebody besides autograd and the GPU would miss a bare launch.
 
     That is so under torch.compile, a function transform (vmap, grad) or a dispatch mode (FlopCounterMode, fake tensors),
@@ -210,6 +210,6 @@ def observed(*tensors: torch.Tensor) -> bool:
     return not _PLAIN.issuperset(map(type, tensors))
 
 
-def needs_grad(*tensors: torch.Tensor) -> bool:
+def needs_autograd(*tensors: torch.Tensor) -> bool:
     """Whether autograd must see a call."""
     return torch.is_grad_enabled() and any(map(_requires_grad, tensors))

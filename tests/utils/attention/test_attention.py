@@ -249,7 +249,7 @@ def test_a_refusal_at_the_call_is_reported_or_passed_over(monkeypatch):
         raise Refused("not today.")
 
     refusing = dataclasses.replace(real, bind=bind)
-    monkeypatch.setattr(call, "KEPT", {})  # earlier tests left decisions for the real backend
+    monkeypatch.setattr(call, "CALLS", {})  # earlier tests left decisions for the real backend
     monkeypatch.setattr(call, "find_backend", lambda name: refusing if name == "flash" else find_backend(name))
     q, k, v = tensors(1, 2, 2, 16, 16, 32)
     with pytest.raises(AttentionUnsupported, match="not today"):

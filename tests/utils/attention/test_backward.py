@@ -286,7 +286,7 @@ def test_a_pass_is_launched_again_on_the_tensors_of_the_call(monkeypatch):
         prepared.append(given)
         return ("handle",), [torch.empty_like(x) for x in (q, k, v)] + [torch.empty(9)]
 
-    monkeypatch.setattr(launch, "KEPT", {})
+    monkeypatch.setattr(launch, "CALLS", {})
     monkeypatch.setattr(launch, "_prepare", prepare)
     monkeypatch.setattr(launch, "empty", lambda forms, index: [torch.empty_strided(*x[:2], dtype=x[2]) for x in forms])
     monkeypatch.setattr(launch, "start", lambda handles, addresses: started.append(addresses))

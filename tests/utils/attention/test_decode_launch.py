@@ -133,7 +133,7 @@ def launched(monkeypatch):
         calls.append("compiled")
 
     monkeypatch.setattr(decode_launch, "arrange", lambda shape, _: arrange(shape, 132))
-    monkeypatch.setattr(decode_launch, "unused", lambda device, *dtype: torch.zeros(4))
+    monkeypatch.setattr(decode_launch, "placeholder", lambda device, *dtype: torch.zeros(4))
     monkeypatch.setattr(Launch, "_compile", compile_none)
     monkeypatch.setattr(decode, "gluon_takes", lambda *given, **more: Support(True))
     monkeypatch.setattr(decode, "_decided", {})

@@ -214,12 +214,12 @@ def test_inputs_that_tma_cannot_address_are_copied():
     x = torch.randn(2, 3, 50, 64, dtype=torch.bfloat16)
     rows_first = torch.randn(2, 50, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
     for view in (x, rows_first, x[:, :, 3:40], x[:, 1:2]):
-        assert launch.addressable(view) is view
+        assert launch.make_addressable(view) is view
     odd = torch.randn(2, 3, 50, 67, dtype=torch.bfloat16)[..., :64]
     turned, shared = x.transpose(2, 3).contiguous().transpose(2, 3), x[:, :1].expand(2, 3, 50, 64)
     shifted = torch.randn(2 * 3 * 50 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 50, 64)
     for view in (odd, turned, shared, shifted):
-        copy = launch.addressable(view)
+        copy = launch.make_addressable(view)
         assert torch.equal(copy, view) and copy.data_ptr() % 16 == 0 and copy.is_contiguous()
 
 
@@ -227,15 +227,15 @@ def test_a_kept_launch_gets_copies_of_such_inputs(monkeypatch):
     made, again = [], lambda *tensors: made.append(tensors)
     monkeypatch.setattr(launch, "step_module", lambda step: types.SimpleNamespace(launch=lambda arguments: again))
     monkeypatch.setattr(launch, "empty", lambda forms, index: [torch.empty(shape) for shape, *_ in forms])
-    monkeypatch.setattr(launch, "KEPT", {})
-    monkeypatch.setattr(gluon, "KEPT", launch.KEPT)
+    monkeypatch.setattr(launch, "CALLS", {})
+    monkeypatch.setattr(gluon, "CALLS", launch.CALLS)
     x = torch.randn(1, 2, 16, 64).bfloat16()
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
     for q in (x, shifted):
         out, lse = launch.run_step(q, x, x, True, 0.1, 0, True, 5)
     ((q, k, *_),) = made  # of the second call: the first one went to `launch`
     assert q.data_ptr() % 16 == 0 and torch.equal(q, x) and k is x and (out.shape, lse.shape) == (x.shape, (1, 2, 16))
-    assert gluon._again(x, x, x, make_problem(x, x, x, causal=True, scale=0.1, with_lse=True)) in launch.KEPT.values()
+    assert gluon._again(x, x, x, make_problem(x, x, x, causal=True, scale=0.1, with_lse=True)) in launch.CALLS.values()
     with pytest.raises(ValueError, match="multiple of 8"):
         launch.run_step(*[x[..., :60].contiguous()] * 3, True, 0.1, 0, True, 5)
 
@@ -303,11 +303,11 @@ def test_a_captured_graph_keeps_its_schedule(monkeypatch, capturing):
     """A graph only has the schedule's address: after 64 other shapes it once read its tiles from freed memory."""
     from utils.attention.gluon import step5_overlapped
 
-    monkeypatch.setattr(step5_overlapped, "_captured", {})
+    monkeypatch.setattr(step5_overlapped, "_graph_schedules", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     schedule = torch.zeros(4, dtype=torch.int32)
     alive, ran = weakref.ref(schedule), []
-    kept = step5_overlapped.repeated(lambda *tensors: ran.append(len(tensors)), schedule)
+    kept = step5_overlapped.make_launcher(lambda *tensors: ran.append(len(tensors)), schedule)
     kept(*[torch.zeros(1)] * 5)
     del kept, schedule  # as when newer launches and schedules have taken their places
     assert ran == [6] and (alive() is not None) == capturing

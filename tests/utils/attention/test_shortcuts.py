@@ -22,7 +22,7 @@ from utils.newest import Newest
 
 @pytest.fixture(autouse=True)
 def empty(monkeypatch):
-    monkeypatch.setattr(call, "KEPT", Newest(4096))
+    monkeypatch.setattr(call, "CALLS", Newest(4096))
 
 
 def tensors(heads=2, length=16, head_dim=8, **options):
@@ -79,7 +79,7 @@ def test_a_gradient_is_part_of_the_decision():
     attention(q, k, v, backend="math")
     q.requires_grad_()
     out = attention(q, k, v, backend="math")
-    assert last_run().problem.needs_grad
+    assert last_run().problem.needs_autograd
     out.sum().backward()
     again = attention(q, k, v, backend="math")  # by the shortcut, and still differentiable
     before, q.grad = q.grad, None
@@ -87,30 +87,30 @@ def test_a_gradient_is_part_of_the_decision():
     assert torch.equal(q.grad, before)
     with torch.no_grad():
         assert not attention(q, k, v, backend="math").requires_grad
-        assert not last_run().problem.needs_grad
+        assert not last_run().problem.needs_autograd
     for table in (torch.zeros(2, 9), torch.zeros(2, 9, requires_grad=True)):
         attention(*tensors(), score_mod=score_mods.relative_bias(table), backend="naive")
-        assert last_run().problem.needs_grad == table.requires_grad
+        assert last_run().problem.needs_autograd == table.requires_grad
 
 
 def test_an_error_in_a_remembered_call_goes_the_long_way(monkeypatch):
     q, k, v = tensors()
     expected = attention(q, k, v, backend="flash")
-    ((key, (_, *rest)),) = call.KEPT.items()
+    ((key, (_, *rest)),) = call.CALLS.items()
 
     def refuse(q, k, v):
         raise RuntimeError("not today")
 
-    call.KEPT[key] = (refuse, *rest)
+    call.CALLS[key] = (refuse, *rest)
     assert torch.equal(attention(q, k, v, backend="flash"), expected)
-    assert call.KEPT[key][0] is not refuse
+    assert call.CALLS[key][0] is not refuse
 
 
 def test_a_stored_mask_is_not_kept():
     q, k, v = tensors()
     attention(q, k, v, window=3, backend="math")
     attention(q, k, v, window=3, backend="naive")
-    assert not call.KEPT
+    assert not call.CALLS
 
 
 def test_the_pin_holds_and_is_undone():
@@ -125,7 +125,7 @@ def test_the_pin_holds_and_is_undone():
         for act in (threading.Thread.start, threading.Thread.join):
             list(map(act, many))
         with pytest.raises((RuntimeError, Refused)):
-            next(iter(call.KEPT.values()))[0](q.to(torch.int32), k, v)
+            next(iter(call.CALLS.values()))[0](q.to(torch.int32), k, v)
         assert not torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
     finally:
         torch.backends.cuda.enable_flash_sdp(switches[0])

@@ -92,12 +92,12 @@ def test_every_plan_fits_and_is_whole():
         for column_major in (False, True):
             plan = replace(plan, b_column_major=column_major)
             kernel = plan.kernel
-            ring, buffers = (128 * plan.slots * (plan.block_m + plan.brought), 2 * kernel.block_m * kernel.piece[1] * 2)
+            ring, buffers = 128 * plan.slots * (plan.block_m + plan.b_columns), 4 * kernel.block_m * kernel.piece[1]
             assert ring <= 1024 * kernel.ring_kilobytes <= 224 * 1024 - (not plan.short) * buffers
             assert plan.slots >= kernel.slots >= 3
             assert plan.b_box[0] % 8 == 0 and plan.b_box[1] >= 32  # the swizzle has rows of 8
-            each = plan.brought * BLOCK_K // plan.cluster  # elements that a block fetches
-            assert plan.block_n <= plan.brought <= kernel.columns and each % math.prod(plan.b_box) == 0
+            each = plan.b_columns * BLOCK_K // plan.cluster  # elements that a block fetches
+            assert plan.block_n <= plan.b_columns <= kernel.columns and each % math.prod(plan.b_box) == 0
 
 
 def test_what_is_chosen_is_sound():

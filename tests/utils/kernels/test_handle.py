@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from utils.kernels import handle as launching
-from utils.kernels.handle import KEPT, Handle, needs_grad, observed, start
+from utils.kernels.handle import CALLS, Handle, needs_autograd, needs_operator, start
 from utils.machine.device import gluon_support
 
 hopper = pytest.mark.skipif(not gluon_support(), reason="the Gluon kernels need a Hopper GPU")
@@ -100,19 +100,19 @@ def test_a_launch_that_the_driver_refuses_is_an_error(driver, monkeypatch):
 
 def test_who_has_to_see_the_operator():
     x = torch.ones(2)
-    assert not observed(x, x)
-    assert observed(x, [1]) and observed(x.as_subclass(type("Own", (torch.Tensor,), {})))
-    assert not observed(x, torch.nn.Parameter(x))  # a Parameter, as weights are
+    assert not needs_operator(x, x)
+    assert needs_operator(x, [1]) and needs_operator(x.as_subclass(type("Own", (torch.Tensor,), {})))
+    assert not needs_operator(x, torch.nn.Parameter(x))  # a Parameter, as weights are
     leaf = torch.nn.Parameter(x)
-    assert needs_grad(x, leaf) and not needs_grad(x, x)
+    assert needs_autograd(x, leaf) and not needs_autograd(x, x)
     with torch.no_grad():
-        assert not needs_grad(x, leaf)
+        assert not needs_autograd(x, leaf)
     seen = []
-    torch.vmap(lambda y: seen.append(observed(y)) or y)(x)
+    torch.vmap(lambda y: seen.append(needs_operator(y)) or y)(x)
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False):
-        seen.append(observed(x))
+        seen.append(needs_operator(x))
     assert seen == [True, True]
 
 
@@ -124,14 +124,14 @@ def test_attention_by_a_kept_launch():
     torch.manual_seed(0)
     for causal in (False, True):
         q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        KEPT.clear()
+        CALLS.clear()
         first, lse = launch.forward(q, k, v, causal=causal, return_lse=True)
-        assert len(KEPT) == 1
+        assert len(CALLS) == 1
         again, lse_again = launch.forward(q, k, v, causal=causal, return_lse=True)
         assert torch.equal(first, again) and torch.equal(lse, lse_again) and first.data_ptr() != again.data_ptr()
         others = [torch.randn_like(x) for x in (q, k, v)]
         through_the_operator = torch.ops.labs.attention_gluon(*others, causal, 0.125, 0, True, 5)
-        KEPT.clear()
+        CALLS.clear()
         for _ in range(2):
             out, lse = launch.forward(*others, causal=causal, scale=0.125, return_lse=True)
             assert torch.equal(out, through_the_operator[0]) and torch.equal(lse, through_the_operator[1])
@@ -184,9 +184,9 @@ def test_products_by_a_kept_launch():
     for transposed in (False, True):
         a, b = (torch.randn(264, 520, device="cuda", dtype=torch.float16) for _ in "ab")
         left, right = (a.T, b) if transposed else (a, b.T)
-        KEPT.clear()
+        CALLS.clear()
         first = gemm.gemm_warp_specialized(left, right)
-        assert len(KEPT) == 1
+        assert len(CALLS) == 1
         assert torch.equal(first, gemm.gemm_warp_specialized(left, right))
         a.normal_()
         assert torch.equal(gemm.gemm_warp_specialized(left, right), gemm_launch.prepare(left, right)(left, right))

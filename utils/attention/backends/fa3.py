@@ -17,7 +17,7 @@ import torch
 
 from utils.attention.backends.flash_attn import heads_first, one_batch, packed_arguments, rows_first, window_size
 from utils.attention.problem import Backend, Options, Problem, positive_scale
-from utils.kernels.handle import needs_grad
+from utils.kernels.handle import needs_autograd
 from utils.machine.device import Support, compute_capability, cuda_support
 from utils.validation import first_line
 
@@ -80,7 +80,7 @@ def _machine() -> Support:
 
 
 def _refuses(problem: Problem, options: Options) -> str:
-    if problem.causal and problem.window is None and problem.has_empty_rows and problem.needs_grad:
+    if problem.causal and problem.window is None and problem.has_empty_rows and problem.needs_autograd:
         return f"its gradients are not tested for rows without keys (Sq {problem.sq} > Sk {problem.sk})."
     return one_batch(problem, options)
 
@@ -125,7 +125,7 @@ class _Differentiable(torch.autograd.Function):
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
     q, scale = positive_scale(q, problem.scale)  # the kernels take the maximum before they scale
-    attend = _Differentiable.apply if needs_grad(q, k, v) else _forward
+    attend = _Differentiable.apply if needs_autograd(q, k, v) else _forward
     return attend(q, k, v, problem.lengths, problem.causal, scale, *window_size(problem, -1))[0]
 
 

@@ -115,7 +115,7 @@ def _refuses_eager(problem: Problem, options: Options) -> str:
         importlib.import_module("torch.nn.attention.flex_attention")
     except ImportError:
         return f"it needs FlexAttention, which torch {torch.__version__} does not have."
-    if problem.needs_grad and problem.device.type == "cpu":
+    if problem.needs_autograd and problem.device.type == "cpu":
         return "it has no backward pass on a CPU, and an input requires a gradient."
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key().name in ("Vmap", "Jvp"):
@@ -147,7 +147,7 @@ def _refuses_compiled(problem: Problem, options: Options) -> str:
 
 def refuses_flash(problem: Problem, options: Options) -> str:
     """Return why FlashAttention 4's kernel cannot do this problem through FlexAttention; "" if it can."""
-    if problem.needs_grad:
+    if problem.needs_autograd:
         return "it is used forward only under functions, and an input requires a gradient."
     if problem.mask_function() is not None and problem.head_dim > 128:
         return (

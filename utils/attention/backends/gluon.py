@@ -14,10 +14,10 @@ import warnings
 
 import torch
 
-from utils.attention.gluon.arguments import addressable
+from utils.attention.gluon.arguments import make_addressable
 from utils.attention.gluon.decode.plan import MOST_QUERIES, refuse
 from utils.attention.problem import Attend, Backend, Options, Problem, positive_scale
-from utils.kernels.handle import KEPT, layout, needs_grad
+from utils.kernels.handle import CALLS, layout, needs_autograd
 from utils.machine.device import compute_capability, gluon_on_blackwell, gluon_support
 
 # Measured on an H200 (docs/kernels/decode.md): the decode kernel is faster than step 5 for up to 32 new tokens, and for up to 64
@@ -35,9 +35,9 @@ def decodes(problem: Problem) -> bool:
 
 
 def _refuses(problem: Problem, options: Options) -> str:
-    if problem.lengths and problem.needs_grad and problem.head_dim > 128:
+    if problem.lengths and problem.needs_autograd and problem.head_dim > 128:
         return f"its backward pass of packed sequences ends at head dimension 128, and {problem.head_dim} was given."
-    if problem.lengths and problem.needs_grad and torch.are_deterministic_algorithms_enabled():
+    if problem.lengths and problem.needs_autograd and torch.are_deterministic_algorithms_enabled():
         return "its backward pass of packed sequences is not deterministic."
     return ""
 
@@ -45,7 +45,7 @@ def _refuses(problem: Problem, options: Options) -> str:
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
     causal, scale, window, with_lse = problem.causal, problem.scale, problem.window, problem.with_lse
     # The decode kernel has no backward pass and no log-sum-exp.
-    if decodes(problem) and not (with_lse or needs_grad(q, k, v)):
+    if decodes(problem) and not (with_lse or needs_autograd(q, k, v)):
         from utils.attention.gluon.decode.launch import decode
 
         return decode(q, k, v, causal=causal, scale=scale, window=window)
@@ -56,10 +56,10 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem):
 
 def _again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> Attend | None:
     """Return the kept launch of step 5 for tensors of this layout; None if a call must go through `_run`, as for a gradient."""
-    if decodes(problem) or problem.needs_grad or problem.scale <= 0:
+    if decodes(problem) or problem.needs_autograd or problem.scale <= 0:
         return None
     window, lengths = problem.window or 0, problem.lengths
-    return KEPT.get((problem.causal, problem.scale, window, problem.with_lse, 5, lengths, layout(q, k, v)))
+    return CALLS.get((problem.causal, problem.scale, window, problem.with_lse, 5, lengths, layout(q, k, v)))
 
 
 # ---- Blackwell ---------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def _refuses_on_blackwell(problem: Problem, options: Options) -> str:
         return "no GPU has run its kernel for Blackwell, so it is taken by its name only."
     if problem.window:
         return "it has no sliding window on Blackwell."
-    if problem.needs_grad:
+    if problem.needs_autograd:
         return "it has no backward pass on Blackwell, and a gradient is needed."
     if problem.batch * problem.heads > 65535:
         return f"it takes 65535 heads of all sequences on Blackwell, and {problem.batch * problem.heads} were given."
@@ -89,7 +89,7 @@ def run_on_blackwell(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem:
 
     _warn_of_blackwell()
     q, scale = positive_scale(q, problem.scale)
-    q, k, v = map(addressable, (q, k, v))
+    q, k, v = map(make_addressable, (q, k, v))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel():

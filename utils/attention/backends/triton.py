@@ -61,7 +61,7 @@ def _refuses(problem: Problem, options: Options) -> str:
         return f"its head dimension ends at 256, and {problem.head_dim} was given."
     if (heads := problem.batch * problem.heads) > 65535:
         return f"it launches a row of blocks for each head, at most 65535, and {heads} were given."
-    return "it has no backward pass, and an input requires a gradient." if problem.needs_grad else ""
+    return "it has no backward pass, and an input requires a gradient." if problem.needs_autograd else ""
 
 
 def _implementation() -> str:

@@ -91,7 +91,7 @@ def processors(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def unused(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def placeholder(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A tensor to point at for an argument that the kernel does not touch."""
     return torch.zeros(4, dtype=dtype, device=device)
 
@@ -102,7 +102,7 @@ def strides_fit(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 and all(stride * x.element_size() % 16 == 0 and stride > 0 for stride in strides)
 
 
-def addressable(x: torch.Tensor) -> torch.Tensor:
+def make_addressable(x: torch.Tensor) -> torch.Tensor:
     """Return x if TMA can address it (`strides_fit`, and it begins at a multiple of 16 bytes), else a copy."""
     x = x if strides_fit(x) else x.contiguous()
     if not strides_fit(x):

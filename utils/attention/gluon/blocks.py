@@ -40,7 +40,7 @@ def step(work, block, q, o, p, state, more, masked):
     more: whether another block follows. masked: whether this one has a mask.
     """
     PLAN: gl.constexpr = work.PLAN
-    HIDING: gl.constexpr = work.HIDING
+    WINDOW: gl.constexpr = work.WINDOW
     dtype: gl.constexpr = work.k.tiles.dtype
     s = start_scores(q[0], work.k.tile(block.number), PLAN.depth, q[1])
     pv = start_output(work, block.number, o, p, state)
@@ -53,7 +53,7 @@ def step(work, block, q, o, p, state, more, masked):
     # The wait for the next keys makes a basic block of what comes before it: without it ptxas hoists the wait for P V
     # above the exponentials, and nothing overlaps. The wait for P V comes before `o` and the slot of V are used again.
     if len(state) == 1:
-        p, rows = whole_softmax(s, state[0], work.c, dtype, HIDING)
+        p, rows = whole_softmax(s, state[0], work.c, dtype, WINDOW)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
         work.v.release(block.number - 1)
@@ -63,9 +63,9 @@ def step(work, block, q, o, p, state, more, masked):
         s0, s1 = split_rows(s)
         top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
         top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
-        p0, upper = half_softmax(s0, upper, top0, work.c, dtype, HIDING)
+        p0, upper = half_softmax(s0, upper, top0, work.c, dtype, WINDOW)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
         work.v.release(block.number - 1)
-        p1, lower = half_softmax(s1, lower, top1, work.c, dtype, HIDING)
+        p1, lower = half_softmax(s1, lower, top1, work.c, dtype, WINDOW)
         return o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)

@@ -25,7 +25,7 @@ from utils.attention.gluon.shared import keep_columns, uniform
 from utils.kernels.capture import tensor_on
 
 
-class Packed(NamedTuple):
+class PackedTable(NamedTuple):
     """A table on the GPU, int32, and how many blocks of columns each tile of rows sees."""
 
     table: torch.Tensor
@@ -47,9 +47,9 @@ def packed_bounds(lengths: tuple[int, ...], causal: bool, window: int) -> np.nda
 
 
 @functools.lru_cache(maxsize=512)
-def _packed(
+def _packed_table(
     lengths: tuple[int, ...], causal: bool, window: int, rows: int, block: int, device: torch.device, forward: bool
-) -> Packed:
+) -> PackedTable:
     """Return the table of one pass: tiles of `rows` rows over blocks of `block` columns."""
     bounds = packed_bounds(lengths, causal, window)
     bounds = bounds[:2] if forward else bounds[2:]
@@ -65,11 +65,13 @@ def _packed(
         order = np.argsort(lo - hi, kind="stable")
         tiles, blocks = np.stack([starts, stops, lo, hi], 1)[order], (hi - lo)[order]
     table = np.concatenate([bounds.ravel(), tiles.ravel()]).astype(np.int32)
-    return Packed(tensor_on(device, table), tuple(blocks.tolist()))
+    return PackedTable(tensor_on(device, table), tuple(blocks.tolist()))
 
 
-packed_queries = functools.partial(_packed, forward=True)  # tiles of queries over blocks of keys, in their order
-packed_keys = functools.partial(_packed, forward=False)  # tiles of keys over blocks of queries, those with most first
+# Tiles of queries over blocks of keys, in the order of the rows.
+packed_queries = functools.partial(_packed_table, forward=True)
+# Tiles of keys over blocks of queries; the tile with the most blocks comes first.
+packed_keys = functools.partial(_packed_table, forward=False)
 
 
 @gluon.jit

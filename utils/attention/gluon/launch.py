@@ -8,11 +8,11 @@ import math
 
 import torch
 
-from utils.attention.gluon.arguments import Arguments, addressable, processors, strides_fit, unused
+from utils.attention.gluon.arguments import Arguments, make_addressable, placeholder, processors, strides_fit
 from utils.attention.gluon.backward.operator import Attention, gradients_of, save_for_backward
 from utils.attention.gluon.plan import Plan, packed_variant, plan_for, variant_for
 from utils.attention.problem import positive_scale
-from utils.kernels.handle import KEPT, empty, form, layout, needs_grad, observed
+from utils.kernels.handle import CALLS, empty, form, layout, needs_autograd, needs_operator
 
 LOG2_E = math.log2(math.e)
 MODULES = ("step1_synchronous", "step2_async_copy", "step3_tma", "step4_warp_specialized", "step5_overlapped")
@@ -63,15 +63,15 @@ def run_step(
 ):
     """Launch a step, as an earlier launch on tensors of this layout if there was one: the output, or output and log-sum-exp."""
     key = causal, scale, window, return_lse, step, lengths, layout(q, k, v)
-    if (kept := KEPT.get(key)) is not None:
-        return kept(q, k, v)
+    if (earlier := CALLS.get(key)) is not None:
+        return earlier(q, k, v)
     if not all(map(strides_fit, (q, k, v))) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-        q, k, v = map(addressable, (q, k, v))
+        q, k, v = map(make_addressable, (q, k, v))
         return run_step(q, k, v, *key[:6])
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     if q.numel():
-        rows, o, sums = q, out, unused(q.device) if lse is None else lse
+        rows, o, sums = q, out, placeholder(q.device) if lse is None else lse
         if step == 5 and not (causal or window or lengths) and q.stride(1) == q.shape[2] * q.stride(2):
             # Without a mask the heads of a group see the same keys: their rows, one head behind the other, are those of one head.
             rows, o = (x.view(q.shape[0], k.shape[1], -1, q.shape[3]) for x in (q, out))
@@ -81,18 +81,18 @@ def run_step(
                 Arguments(rows, k, v, o, sums, causal, window, return_lse, scale * LOG2_E, plan, programs, lengths)
             )
         if launch is not None:  # step 5 on a GPU
-            forms, index, nothing = form(out) if lse is None else form(out, lse), q.device.index, unused(q.device)
+            forms, index, nothing = form(out) if lse is None else form(out, lse), q.device.index, placeholder(q.device)
 
             def again(q, k, v):
                 # Where the tensors start is no part of a layout, and TMA may be unable to address them.
                 if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-                    q, k, v = map(addressable, (q, k, v))
+                    q, k, v = map(make_addressable, (q, k, v))
                     return run_step(q, k, v, *key[:6])
                 out, *more = empty(forms, index)
                 launch(q, k, v, out, *more or (nothing,))
                 return (out, *more) if more else out
 
-            KEPT[key] = again
+            CALLS[key] = again
     return (out, lse) if return_lse else out
 
 
@@ -125,9 +125,9 @@ def forward(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # The operator costs the host several times as much as the launch: it is for those who have to see it.
-    grad = needs_grad(q, k, v)
+    grad = needs_autograd(q, k, v)
     problem = causal, scale, window or 0, return_lse or grad, step
-    if not q.is_cuda or scale <= 0 or observed(q, k, v):
+    if not q.is_cuda or scale <= 0 or needs_operator(q, k, v):
         out, lse = attention_gluon(q, k, v, *problem, list(lengths))
     elif grad:
         out, lse = Attention.apply(run_step, q, k, v, (*problem, lengths))

@@ -14,7 +14,7 @@ import re
 
 from utils.attention.gluon.launch import kernel_of
 from utils.attention.gluon.plan import BLOCK_M, STEPS, VARIANTS, Case, Plan, plan_for
-from utils.kernels.assembling import narrowed
+from utils.kernels.assembling import narrow_kernel
 from utils.kernels.offline import BLACKWELL, Assembly, compile_gluon, read_assembly
 
 
@@ -61,7 +61,7 @@ def compile_step(
     # A launch tells the compiler that tensors and their rows start at multiples of 16 bytes.
     multiples = [name for name in kernel.arg_names if name.endswith(("_ptr", "_batch", "_head", "_row"))]
     compiled = compile_gluon(kernel, signature, constants, multiples)
-    return read_assembly(narrowed(compiled, plan.depth) if step == 5 else compiled, f"attention_step{step}")
+    return read_assembly(narrow_kernel(compiled, plan.depth) if step == 5 else compiled, f"attention_step{step}")
 
 
 def compile_blackwell(

@@ -181,7 +181,7 @@ class Work:
     PLAN: gl.constexpr  # plan.Plan: tile, slots, variants
     CASE: gl.constexpr  # plan.Case: what the attention needs
     PACKED: gl.constexpr  # a table has the interval of each row
-    HIDING: gl.constexpr  # the mask may hide any block's keys, not only the last ones'
+    WINDOW: gl.constexpr  # the mask may hide any block's keys, not only the last ones'
 
     @gluon.jit
     def place(self, t):
@@ -217,7 +217,7 @@ class Work:
         else:
             lo, hi = 0, gl.cdiv(self.sk, BLOCK_N)
             position = row + (self.sk - self.sq)
-            if self.HIDING:
+            if self.WINDOW:
                 lo = gl.minimum(gl.maximum(position - self.back, 0) // BLOCK_N, hi - 1)
             if self.CASE.mask != "":
                 hi = gl.minimum(hi, gl.cdiv(gl.maximum(position + ROWS + self.ahead, 0), BLOCK_N))
@@ -234,7 +234,7 @@ class Work:
             seen, left, position = self.sk, hi - lo, row + (self.sk - self.sq)
             if self.CASE.mask != "":
                 seen = gl.minimum(gl.maximum(position + 1 + self.ahead, 0), seen)
-            if self.HIDING:
+            if self.WINDOW:
                 left = hi - gl.maximum(gl.maximum(position + ROWS - 1 - self.back + BLOCK_N - 1, 0) // BLOCK_N, lo)
             return gl.maximum(hi - seen // BLOCK_N, 0), left
 
@@ -250,7 +250,7 @@ class Work:
             if self.CASE.mask != "":
                 positions = block.row + (self.sk - self.sq) + gl.arange(0, s.shape[0], rows)
                 behind = gl.minimum(behind, positions + 1 + self.ahead)
-                if self.HIDING:
+                if self.WINDOW:
                     first = positions - self.back
             return keep_columns(s, first - block.key, behind - block.key)
 

@@ -91,7 +91,7 @@ def whole_softmax(s, rows, c, dtype: gl.constexpr, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def unseen_half(s):
+def initial_half(s):
     """`Rows` of a half that has seen no key; s gives the layout."""
     maximum = gl.full_like(gl.max(s, 2), MINUS_INF)
     return Rows(maximum, thread_sums(gl.zeros_like(s)), maximum)
@@ -102,8 +102,8 @@ def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.co
     """Softmax of a tile's first block: probabilities [64, N] and the state, a tuple of one or two `Rows`."""
     if HALVES:
         s0, s1 = split_rows(s)
-        p0, rows0 = half_softmax(s0, unseen_half(s0), gl.max(s0, 2), c, dtype, MASKED)
-        p1, rows1 = half_softmax(s1, unseen_half(s1), gl.max(s1, 2), c, dtype, MASKED)
+        p0, rows0 = half_softmax(s0, initial_half(s0), gl.max(s0, 2), c, dtype, MASKED)
+        p1, rows1 = half_softmax(s1, initial_half(s1), gl.max(s1, 2), c, dtype, MASKED)
         return join_rows(p0, p1), (rows0, rows1)
     else:
         maximum = gl.full_like(gl.max(s, 1), MINUS_INF)

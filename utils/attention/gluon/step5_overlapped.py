@@ -32,7 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from utils.attention.gluon.arguments import Arguments, unused
+from utils.attention.gluon.arguments import Arguments, placeholder
 from utils.attention.gluon.blocks import first_block, start_output, step
 from utils.attention.gluon.intervals import packed_queries
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
@@ -40,7 +40,7 @@ from utils.attention.gluon.plan import Case, deal_tiles, row_offset, tile_blocks
 from utils.attention.gluon.shared import accumulator, left_operand, wait_products
 from utils.attention.gluon.softmax import normalizers, spread
 from utils.attention.gluon.transfers import load_block, producer, store_lse, store_tile
-from utils.kernels.assembling import narrowed
+from utils.kernels.assembling import narrow_kernel
 from utils.kernels.capture import tensor_on
 from utils.kernels.handle import Handle
 
@@ -65,7 +65,7 @@ def consumer(work, results, W: gl.constexpr):
     """Warpgroup W: rows W * 64 and on of each tile, key blocks from the last to the first."""
     out, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
-    HIDING: gl.constexpr = work.HIDING
+    WINDOW: gl.constexpr = work.WINDOW
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
@@ -107,7 +107,7 @@ def consumer(work, results, W: gl.constexpr):
         for j in range(1, n):
             block = Block(it, row, base + (hi - 1 - j) * BLOCK_N)
             # Causal and packed tiles begin where the diagonal of their rows lies in the block that was first (`first_row`).
-            masked = HIDING and ((j < right) | (j >= edge))
+            masked = WINDOW and ((j < right) | (j >= edge))
             o, p, state = step(work, block, (q, left), o, p, state, j + 1 < n, masked)
             it += 1
 
@@ -165,7 +165,7 @@ def attention_step5(
     # Registers of a thread: 65536 on a multiprocessor, of which a consumer leaves the producer's warpgroup 24 or 32.
     REGISTERS: gl.constexpr = 240 if CONSUMERS < 3 else 160 if CONSUMERS == 3 else 112
     PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
-    HIDING: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
+    WINDOW: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
     # With two tiles of Q, the next one is loaded while a tile is computed; two of 128 x 256 do not fit.
     q = allocate_ring(q_desc, 1 if CONSUMERS * PLAN.block_d == 512 else 2, CONSUMERS, 1, READY=1)
     k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, READY=1)
@@ -173,7 +173,7 @@ def attention_step5(
     v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS, READY=1)
     PARTS: gl.constexpr = CONSUMERS if CASE.mask == "" else 1
     todo = Tiles(schedule, schedule_stride, tiles_m, numbers, whole, row_bits, CASE.dealt, PARTS)
-    work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, HIDING)
+    work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, WINDOW)
     # A barrier takes 35 cycles to make. Those of the first loads are made; the others are while these loads are on their way.
     fence_async_shared()  # TMA completes a barrier through the async proxy, and may otherwise find it as it was before
     t = todo.first()[1]
@@ -208,10 +208,10 @@ def tile_schedule(
     return tensor_on(device, table), stride
 
 
-_captured: dict[int, torch.Tensor] = {}  # schedules that CUDA graphs read, by address
+_graph_schedules: dict[int, torch.Tensor] = {}  # schedules that CUDA graphs read, by address
 
 
-def repeated(handle: Callable, schedule: torch.Tensor | None) -> Callable:
+def make_launcher(handle: Callable, schedule: torch.Tensor | None) -> Callable:
     """Return a launch that was made, to be repeated on (q, k, v, out, lse) like its own.
 
     A graph is replayed with the addresses that it was captured with. It keeps nothing alive that was there before, and
@@ -220,7 +220,7 @@ def repeated(handle: Callable, schedule: torch.Tensor | None) -> Callable:
 
     def again(q, k, v, out, lse) -> None:
         if schedule is not None and torch.cuda.is_current_stream_capturing():
-            _captured[schedule.data_ptr()] = schedule
+            _graph_schedules[schedule.data_ptr()] = schedule
         handle(q, k, v, out, out, lse)
 
     return again
@@ -251,7 +251,7 @@ def launch(a: Arguments) -> Callable | None:
         schedule, stride = tile_schedule(*work, programs, a.q.device)
     case = Case(mask, schedule is not None, offset > 0 or len(a.lengths) > 1)
     tensors = (*a.descriptors(), a.out, a.lse)
-    table = schedule if schedule is not None else unused(a.q.device, torch.int32)
+    table = schedule if schedule is not None else placeholder(a.q.device, torch.int32)
     tiling = len(blocks), numbers, a.heads, a.group, whole, row_bits, stride, offset
     sizes = a.sq, a.sk, back, ahead, *tiling, a.head_dim // 8, int(a.return_lse), a.c
     options = {"PLAN": plan, "CASE": case, "num_warps": 4}
@@ -260,7 +260,8 @@ def launch(a: Arguments) -> Callable | None:
     compiled = attention_step5.warmup(*tensors, table, *sizes, grid=(programs,), **options)
     if compiled is None:
         return None
-    handle = Handle(narrowed(compiled, plan.depth), (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
-    launched = repeated(handle, schedule)
-    launched(a.q, a.k, a.v, a.out, a.lse)
-    return launched
+    compiled = narrow_kernel(compiled, plan.depth)
+    handle = Handle(compiled, (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
+    launch_again = make_launcher(handle, schedule)
+    launch_again(a.q, a.k, a.v, a.out, a.lse)
+    return launch_again

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from utils.reads import names_in, read_by
+from utils.reads import names_in, outside_values
 from utils.validation import whole_number
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -230,7 +230,7 @@ def captures(mod: Any, depth: int = 6, names: tuple[str, ...] = (), seen: dict |
         inner += getattr(mod, "__dict__", {}).values() if callable(mod) else ()
         if hasattr(function, "__code__") and not hasattr(mod, "kind"):  # with `kind`, attributes have the values
             names = names_in(function.__code__)
-            inner += [function.__code__, *read_by(function), getattr(mod, "__self__", None)]
+            inner += [function.__code__, *outside_values(function), getattr(mod, "__self__", None)]
         inner += [getattr(mod, x, None) for x in names] if function is not mod else ()
     return tuple(one if isinstance(one, types.CodeType) else captures(one, depth - 1, names, seen) for one in inner)
 

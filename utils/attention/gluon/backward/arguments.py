@@ -13,11 +13,11 @@ import torch
 from utils.attention.gluon.arguments import descriptor, processors
 from utils.attention.gluon.backward.order import Order
 from utils.attention.gluon.backward.plan import BackwardPlan, span
-from utils.kernels.assembling import narrowed
+from utils.kernels.assembling import narrow_kernel
 from utils.kernels.handle import Handle
 
 if TYPE_CHECKING:
-    from utils.attention.gluon.intervals import Packed
+    from utils.attention.gluon.intervals import PackedTable
 
 GIVEN = "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv"  # each of these tensors has its own memory
 
@@ -82,7 +82,7 @@ def arguments_of(g: Gradients, launch: Launch) -> list:
 
 
 def launches(
-    step: int, g: Gradients, order: Order, causal: bool, window: int, scale: float, packed: Packed | None = None
+    step: int, g: Gradients, order: Order, causal: bool, window: int, scale: float, packed: PackedTable | None = None
 ) -> list[Launch]:
     """Return the launches of a backward pass: `start_backward`, perhaps a kernel for dQ, the step, perhaps `finish_backward`."""
     plan, (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = g.plan, g.q.shape, g.k.shape
@@ -140,7 +140,7 @@ def run(g: Gradients, launch: Launch) -> Handle | None:
     options = {"num_warps": launch.warps, "launch_pdl": launch.early}
     if not g.q.is_cuda:
         return kernel[launch.grid](*tensors, *rest, **options)
-    compiled = narrowed(kernel.warmup(*tensors, *rest, grid=launch.grid, **options), launch.depth)
+    compiled = narrow_kernel(kernel.warmup(*tensors, *rest, grid=launch.grid, **options), launch.depth)
     places = [g.place(name) for name in launch.tensors]
     return Handle(compiled, launch.grid, tensors, rest, g.q.device.index, places=places)
 

@@ -13,11 +13,11 @@ import operator
 
 import torch
 
-from utils.attention.gluon.arguments import addressable, processors
+from utils.attention.gluon.arguments import make_addressable, processors
 from utils.attention.gluon.backward.arguments import Gradients, launches, run
 from utils.attention.gluon.backward.order import Order, best_order, blocks_of
 from utils.attention.gluon.backward.plan import plan_for, span
-from utils.kernels.handle import KEPT, empty, form, start
+from utils.kernels.handle import CALLS, empty, form, start
 
 
 def backward(
@@ -68,11 +68,11 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
     key = "backward", problem, step, shapes, strides, dlse is None or (dlse.dtype, dlse.is_contiguous())
     # The key does not have the addresses of the tensors, so each call checks their alignment.
     a, b, c, d, e, f, g = addresses = [x.data_ptr() for x in given]
-    kept = KEPT.get(key)
+    kept = CALLS.get(key)
     if kept is not None and (a | b | c | d | e | f | g) % 16 == 0:
         made = empty(kept[1], q.device.index)
     else:
-        fit = [x.contiguous() if step == 1 else addressable(x) for x in given[:5]]
+        fit = [x.contiguous() if step == 1 else make_addressable(x) for x in given[:5]]
         fit += [x.float().contiguous() for x in given[5:]]
         if any(map(operator.is_not, fit, given)):  # TMA needed copies of some tensors
             dout, q, k, v, out, lse, seventh = fit
@@ -84,7 +84,7 @@ def gradients(dout, dlse, q, k, v, out, lse, problem: tuple[bool, float, int, bo
             handles, made = _prepare(dout, q, k, v, out, lse, dlse, problem, step)
         if handles[0] is None:  # the simulator has run the kernels
             return tuple(made[:3])
-        kept = KEPT[key] = handles, form(*made)
+        kept = CALLS[key] = handles, form(*made)
     start(kept[0], (*addresses, *[x.data_ptr() for x in made]))
     return tuple(made[:3])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from utils.attention.gluon.backward.launch import gradients
-from utils.kernels.handle import observed
+from utils.kernels.handle import needs_operator
 
 
 @torch.library.custom_op("labs::attention_gluon_backward", mutates_args=(), device_types="cuda")
@@ -56,7 +56,7 @@ def gradients_of(ctx, dout, dlse):
     dout = torch.zeros_like(out) if dout is None else dout
     deterministic = torch.are_deterministic_algorithms_enabled()
     # If gradients are enabled here, the caller wants gradients of gradients. The forward pass has checked q, k and v.
-    if torch.is_grad_enabled() or observed(dout):
+    if torch.is_grad_enabled() or needs_operator(dout):
         problem = causal, scale, window, deterministic, list(lengths)
         return attention_gluon_backward(dout, dlse, q, k, v, out, lse, *problem)
     return gradients(dout, dlse, q, k, v, out, lse, (causal, scale, window, deterministic, lengths))

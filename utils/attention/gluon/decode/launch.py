@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from utils.attention.gluon.arguments import addressable, strides_fit, unused
+from utils.attention.gluon.arguments import make_addressable, placeholder, strides_fit
 from utils.attention.gluon.decode.plan import (
     ALONE_BYTES,
     MERGE_GROUPS,
@@ -90,7 +90,7 @@ def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales) -> 
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if launch.copies or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q = q.contiguous() if launch.copies else q
-        q, k, v = addressable(q), addressable(k), addressable(v)
+        q, k, v = make_addressable(q), make_addressable(k), make_addressable(v)
         return _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales)
     return launch(q, k, v, seqlens, block_table, kv_scales)
 
@@ -165,7 +165,7 @@ class Launch:
         pieces = -(-min(rows, plan.columns) * plan.block_d * shared // MERGE_NUMBERS)
         self.merge_grid = batch * heads, min(pieces, -(-MERGE_PROGRAMS // (batch * heads))), 1
         self.parts = ends + 2 * batch * heads if found.needs_merge else 0
-        self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
+        self.unused_parts, self.unused_integers = placeholder(q.device), placeholder(q.device, torch.int32)
         # TMA needs one distance between all query rows of a head of keys: the new tokens of each query head in turn.
         rows_apart = shape.group == 1 or sq == 1 or q.stride(1) == sq * q.stride(2)
         self.copies = not (rows_apart and all(map(strides_fit, (q, k, v))))
