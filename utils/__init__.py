@@ -1,6 +1,6 @@
-"""The course's helper package: what the notebooks use, by `from utils import *`.
+"""The course's helper package. The notebooks use its names by `from utils import *`.
 
-Each name is loaded from its module when it is first used, so `import utils` costs next to nothing.
+The first use of a name imports its module, so `import utils` takes almost no time.
 """
 
 import os
@@ -12,9 +12,9 @@ from utils.machine.versions import untested_versions
 for _sentence in untested_versions():
     warnings.warn(_sentence, stacklevel=2)
 
-# Silences the lines "USDT: ... profiler_start" of torch's profiler, which reads this when it first starts.
+# Without this variable torch's profiler prints lines "USDT: ... profiler_start" at its first start.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-# A schedule's profiler warns of this at each second start, in red below the cell; the labs record one cycle only.
+# A profiler with a schedule prints this warning in red below the cell. It does not matter: the labs record one cycle only.
 warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle", UserWarning)
 
 _NAMES_OF = {
@@ -51,6 +51,6 @@ def __dir__() -> list[str]:
     return __all__
 
 
-# A Jupyter server names the notebook to the kernels that it starts. Those of `nbgrader` and of the grader have no such name.
+# A Jupyter server sets this variable for its kernels. The kernels of `nbgrader` and of the grader do not have it.
 if "JPY_SESSION_NAME" in os.environ:
     import_module("utils.progress.panel").install()

@@ -55,8 +55,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the repor
 
 
 def find_lab(name: str) -> Path:
-    """Return the notebook of a lab named in full or by its beginning, such as lab3; ProgressError if it is not one."""
-    # Of a file elsewhere, the folder stays: it is no lab of this course.
+    """Return the notebook of a lab, given its name or the beginning of its name, such as lab3; raise ProgressError otherwise."""
+    # Do not remove other folders from the name: a notebook elsewhere is not a lab of this course.
     stem = name.removeprefix("./").removesuffix(".ipynb")
     labs = sorted(path.stem for path in ROOT.glob("lab*.ipynb"))
     found = [lab for lab in labs if lab == stem] or [lab for lab in labs if stem and lab.startswith(stem)]
@@ -96,19 +96,19 @@ def open_lab(
     if folder != ROOT:
         typer.echo(f"Answers in words: menu Nbgrader, Formgrader; the class is in {folder.relative_to(ROOT)}.")
     command = jupyter_command(notebook, port, instructor)
-    if sys.platform == "win32":  # there, execv returns to the terminal at once
+    if sys.platform == "win32":  # on Windows execv would return to the terminal at once
         raise typer.Exit(subprocess.run(command, cwd=folder, check=False).returncode)
-    # This process becomes the server. As a parent it would kill the server at Ctrl-C, before the question is answered.
+    # This process becomes the server. A parent process would kill the server at Ctrl-C, before the user answers its question.
     sys.stdout.flush()
     os.chdir(folder)
     os.execv(command[0], command)
 
 
 def class_folder(course: Path | None) -> Path:
-    """Return the folder that the server of an instructor starts in: nbgrader takes the class from there.
+    """Return the folder in which an instructor's server starts. nbgrader reads the class from this folder.
 
     Args:
-        course: the folder of a class, as `labs grade` makes it; by default `course`, or the labs' folder without one.
+        course: the folder of a class, made by `labs grade`; by default the folder `course`, or the labs' folder if there is no class.
     """
     folder = (course or ROOT / "course").resolve()
     problem = None

@@ -1,8 +1,8 @@
 """Facts with their sources: the peak rates of each GPU, and the shape of the model that the labs take apart.
 
-Every tensor rate below is dense. Vendors also print a rate for 2:4 structured sparsity, or only that rate: it is twice
-as high, and an ordinary matrix product cannot reach it. 1 FMA counts as 2 FLOPs. 16- and 8-bit rates are those with
-FP32 accumulation, which torch uses.
+Every tensor rate below is dense. Vendors also print the rate for 2:4 structured sparsity, and some print only this rate. It is twice
+as high, and an ordinary matrix product cannot reach it. 1 FMA counts as 2 FLOPs. The rates in 16 and 8 bits are for sums in FP32,
+as in torch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NAMES_OF_DTYPES = {
 DTYPES = tuple(_NAMES_OF_DTYPES)
 
 # Column                 Key in GPU_SPECS["A100"]    Unit
-# fp16, bf16, tf32, fp8  "fp16_tflops", ...          TFLOP/s of the tensor cores; "-", None: the part has no such unit
+# fp16, bf16, tf32, fp8  "fp16_tflops", ...          TFLOP/s of the tensor cores; "-" becomes None: the GPU has no such unit
 # fp32                   "fp32_tflops"               TFLOP/s of the plain FMA units, no tensor cores
 # TB/s                   "memory_bandwidth_tb_s"     1e12 bytes/s
-# GB                     "memory_gb"                 as the vendor names the part
+# GB                     "memory_gb"                 GB, as in the vendor's name of the GPU
 # L2                     "l2_mb"                     MiB
 # SMs                    "sm_count"
 # SRAM                   "sram_per_sm_kb"            KiB of L1 cache and shared memory together, for each SM
@@ -90,7 +90,7 @@ _SOURCES = {
 
 
 def _read_table() -> dict[str, dict]:
-    """Return GPU_SPECS: the rows of the table and their sources as dictionaries, by the name of the GPU."""
+    """Return GPU_SPECS: for each GPU's name a dictionary of its row in the table, with the source."""
     rates = [f"{dtype}_tflops" for dtype in DTYPES] + ["memory_bandwidth_tb_s"]
     sizes = ["memory_gb", "l2_mb", "sm_count", "sram_per_sm_kb"]
     specs: dict[str, dict] = {}
@@ -117,7 +117,7 @@ def dtype_name(dtype) -> str:
 
 
 def gpu_spec(gpu_name: str) -> dict:
-    """Return the row of GPU_SPECS under `gpu_name`; an unknown name is an error that lists the known names."""
+    """Return the row `gpu_name` of GPU_SPECS. An unknown name raises an error that lists the known names."""
     if not isinstance(gpu_name, str) or gpu_name not in GPU_SPECS:
         raise ValueError(
             f"{gpu_name!r} is not a known GPU.{did_you_mean(gpu_name, GPU_SPECS)} Known: {', '.join(GPU_SPECS)}."
@@ -132,8 +132,8 @@ def get_ridge_point(gpu_name: str, dtype: str = "fp16") -> float:
 
     Args:
         gpu_name: a key of GPU_SPECS.
-        dtype: "fp16", "bf16", "fp32", "tf32", "fp8" or a torch.dtype, the dtype of the operands: an fp32 peak over bf16
-            bytes gives a ridge that no kernel has.
+        dtype: dtype of the operands: "fp16", "bf16", "fp32", "tf32", "fp8" or a torch.dtype. It must fit the counted bytes: with the
+            fp32 peak and bytes in bf16, the ridge point would be wrong.
     """
     spec, name = gpu_spec(gpu_name), dtype_name(dtype)
     peak = spec[f"{name}_tflops"]
@@ -147,8 +147,8 @@ def get_ridge_point(gpu_name: str, dtype: str = "fp16") -> float:
 def _gemma_config():
     from transformers import Gemma3TextConfig
 
-    # google/gemma-3-270m-it, config.json. Transformers 5 takes one rope entry for each layer type; it reads the older
-    # arguments rope_theta, rope_local_base_freq and rope_scaling only to convert old files.
+    # The values are from config.json of google/gemma-3-270m-it. Transformers 5 takes a rope entry for each layer type. The older
+    # arguments rope_theta, rope_local_base_freq and rope_scaling serve only to convert old files.
     return Gemma3TextConfig(
         vocab_size=262_144,
         hidden_size=640,
@@ -159,7 +159,7 @@ def _gemma_config():
         head_dim=256,
         max_position_embeddings=32_768,
         sliding_window=512,
-        # Five sliding layers, then one that attends to all positions: layers 5, 11 and 17.
+        # The layers 5, 11 and 17 attend to all positions; the other layers have the sliding window.
         layer_types=["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(18)],
         query_pre_attn_scalar=256,
         rope_parameters={
@@ -170,18 +170,18 @@ def _gemma_config():
 
 
 class Gemma3TextConfig:
-    """Stand-in for transformers' class of this name until `GEMMA_CONFIG` is first used.
+    """Stand-in for transformers' class of this name until the first use of `GEMMA_CONFIG`.
 
-    Importing transformers takes about as long as importing torch, so it is put off. When `GEMMA_CONFIG` is first used,
-    in whatever way, the object becomes a full instance of transformers' class.
+    The import of transformers takes about as long as the import of torch, so the first use does it. Every use, such as reading an
+    attribute, makes the object a full instance of transformers' class.
     """
 
     def __getattribute__(self, name: str):
-        if name == "__class__":  # isinstance() reads it, and compares it with the type that the object had before
+        if name == "__class__":  # isinstance() compares it with the object's type, which must not change here
             return type(_gemma_config())
         return getattr(_become_real(self), name)
 
-    __hash__ = None  # type: ignore[assignment]  # as transformers' class, if that can be compared
+    __hash__ = None  # type: ignore[assignment]  # transformers' class has no hash either
 
 
 def _become_real(config):
@@ -191,12 +191,12 @@ def _become_real(config):
     return config
 
 
-def _first_use(name: str):
-    """Return a special method, which Python looks up in the class without asking the object."""
+def _special_method(name: str):
+    """Return a special method for the stand-in. Python looks special methods up in the class, without `__getattribute__`."""
     return lambda self, *arguments: getattr(_become_real(self), name)(*arguments)
 
 
 for _name in ("__setattr__", "__dir__", "__repr__", "__eq__", "__reduce_ex__"):
-    setattr(Gemma3TextConfig, _name, _first_use(_name))
+    setattr(Gemma3TextConfig, _name, _special_method(_name))
 
 GEMMA_CONFIG: Any = object.__new__(Gemma3TextConfig)

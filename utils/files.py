@@ -1,4 +1,4 @@
-"""The course's folder, files that are written whole or not at all, and tables that another machine recorded."""
+"""The course's folder, safe replacement of files, and tables from a lab's record."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ ROOT = Path(__file__).resolve().parent.parent  # the folder of the labs
 
 
 def repository_address() -> str:
-    """Return where the course is published: `Source` of `[project.urls]` in pyproject.toml, "" while it has none."""
+    """Return the address of the published course: `Source` of `[project.urls]` in pyproject.toml, or "" without an entry."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return project.get("urls", {}).get("Source", "").rstrip("/")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file in one step: readers find the old or the new file, never a part, even if the run is killed."""
+    """Replace a file in one step. Readers find the old or the new file, never a part of it, even if the process is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(part, path)
     except OSError as error:
-        raise type(error)(error.errno, error.strerror, str(path)) from None  # the caller's name, not the part's
+        raise type(error)(error.errno, error.strerror, str(path)) from None  # name the caller's file, not the part
     finally:
         part.unlink(missing_ok=True)
 
 
 def output_path(name: str) -> Path:
-    """Return where a lab writes a result: in `out` of the current folder, where the notebook is."""
+    """Return the path for a lab's result: in the folder `out` beside the notebook, in the current folder."""
     folder = Path.cwd() / "out"
     folder.mkdir(exist_ok=True)
     return folder / name
 
 
 def recorded_table(path: str | Path, table: str) -> pd.DataFrame | None:
-    """Return a table from a lab's record, the file that its last cell saves; print a line and return None if missing.
+    """Return a table from a lab's record, the file that the lab's last cell saves. If it is missing, print a line and return None.
 
-    A line above the table says which machine measured it, at which commit, and that this machine did not.
+    A line above the table names the machine and the commit of the measurement, and says that this machine did not measure it.
     """
     import pandas as pd
 

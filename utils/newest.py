@@ -1,4 +1,4 @@
-"""A dictionary of so many entries at most, for decisions and launches that are kept for the next call."""
+"""A dictionary with a greatest number of entries, for the decisions and launches of earlier calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a function reads beside its arguments: masks are kept as long as it stays the same, the timer looks for tensors in it."""
+"""The values that a function reads beside its arguments: they keep a block mask valid, and the timer looks for tensors in them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 @functools.lru_cache(maxsize=256)
 def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names of globals and attributes in a function's code, and in that of the functions that it defines."""
+    """Return the names of globals and attributes in a function's code, and in the code of the functions that it defines."""
     inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
     return *code.co_names, *(name for part in inner for name in names_in(part))
 
 
 def outside_values(function: Callable) -> list[Any]:
-    """Return a function's defaults, the variables around it that are bound, and the globals that it names."""
+    """Return a function's default arguments, the values of its closure, and the globals that its code names."""
     values = [
         *(getattr(function, "__defaults__", None) or ()),
         *(getattr(function, "__kwdefaults__", None) or {}).values(),

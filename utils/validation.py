@@ -1,4 +1,4 @@
-"""Checks of arguments that several packages make, with one wording."""
+"""Checks of arguments for several packages, with the same words in their errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def did_you_mean(given: object, allowed: Iterable[str]) -> str:
-    """Return " Did you mean X?", whatever its case, or "" if no allowed name is close to the given one."""
+    """Return " Did you mean X?" for the closest allowed name, in upper or lower case, or "" if no name is close."""
     names = {name.lower(): name for name in allowed}
     near = difflib.get_close_matches(str(given).lower(), names, n=1, cutoff=0.5)
     return f" Did you mean {names[near[0]]}?" if near else ""
@@ -25,12 +25,12 @@ def first_line(error: object) -> str:
 
 
 def whole_number(name: str, value: object, least: int = 1, error: type[Exception] = ValueError) -> int:
-    """Return `value` as an int if it is a whole number of at least `least`; otherwise raise `error` with what was given.
+    """Return `value` as an int if it is a whole number and at least `least`; otherwise raise `error` with the given value.
 
     Args:
         name: the caller's name for the value, such as "warmup" or "--repeats".
-        value: the value, also one of NumPy's. True and False are no numbers here.
-        least: the smallest value that is allowed.
+        value: an int, or a whole number of NumPy. True and False are not numbers here.
+        least: the smallest allowed value.
         error: the exception to raise.
     """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
@@ -45,9 +45,9 @@ def whole_numbers(**values: int) -> None:
 
 
 def floating_dtype(dtype: object) -> torch.dtype:
-    """Return `dtype` if torch computes with it as it does with ordinary numbers, torch's default dtype for None.
+    """Return `dtype` if it is a floating-point dtype of 16 bits or more, and torch's default dtype for None.
 
-    The formats of 8 bits and fewer are not among them: most of torch's functions do not take them.
+    Most of torch's functions do not take dtypes of 8 bits and fewer.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""Plans of the Gluon GEMM: the tiles that exist, how a product is cut into items of work, and which plan a product gets.
+"""Plans of the Gluon GEMM: the table of tiles, the items of work of a product, and the choice of a plan for a product.
 
-Nothing here needs Triton or a GPU. A kernel is compiled once for each dtype and each order of A and B in memory; the sizes of a
-product, its number of parts and the width of its tiles are arguments of the launch, so that a new shape compiles nothing.
+This module needs neither Triton nor a GPU. A kernel is compiled once for each dtype and each order of A and B in memory. The sizes of
+a product, its number of parts and the width of its tiles are arguments of the launch, so a new shape compiles nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-# Of the 227 that an SM of an H100 or H200 gives a block: barriers take some, and so do two blocks of `add_kernel` beside it.
+# A block of an H100 or H200 can have 227. The others are for barriers, and for two blocks of `add_kernel` on the same SM.
 SHARED_KILOBYTES = 224
 BLOCK_K = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
-STEP = 16  # columns by which tiles of the persistent kernel differ; the narrowest has four times as many
-SLOTS = 8  # of a ring, at most
-GROUP_M = 16  # rows of tiles that are walked abreast, for the L2
-SPLITS = tuple(range(1, 17))  # parts along K of a tile that would leave SMs idle
-AT_ONCE = {2: 66, 4: 30}  # clusters of so many blocks on an H100 or H200 with 132 SMs, as the driver says
+STEP = 16  # the width of the persistent kernel's tiles is a multiple of this, from 64 columns on
+SLOTS = 8  # a ring has at most this number of slots
+GROUP_M = 16  # rows of tiles that are computed together, because they share data in the L2
+SPLITS = tuple(range(1, 17))  # numbers of parts, along K, of a tile that would leave SMs idle
+AT_ONCE = {2: 66, 4: 30}  # {blocks of a cluster: clusters that run at once on 132 SMs}, from the driver
 
 
 def ceil_div(x: int, y: int) -> int:
@@ -27,99 +27,99 @@ def ceil_div(x: int, y: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Tile and cluster of a launch, and how its operands lie in memory; that of the widest tile is what a kernel is compiled for."""
+    """Tile and cluster of a launch, and the order of its operands in memory. A kernel is compiled for the plan of its widest tile."""
 
     block_m: int
     block_n: int
-    cluster: int = 1  # blocks whose tiles lie below each other: they share B
-    short: int = 0  # blocks on an SM of the kernel for short products, one a tile; 0: the persistent kernel
+    cluster: int = 1  # blocks of a cluster; their tiles lie below each other, and they share B
+    short: int = 0  # the short kernel runs this number of blocks on an SM, each with one tile; 0: the persistent kernel
     transposed: bool = False  # the kernel computes C^T = B^T A^T, so that its columns are rows of C
     a_column_major: bool = False
     b_column_major: bool = False
 
     @property
     def kernel(self) -> Plan:
-        """The plan that the kernel is compiled for: that of its widest tile."""
+        """The plan for which the kernel is compiled: the plan of its widest tile."""
         return self if self.short else self.tile(256)
 
     def tile(self, width: int) -> Plan:
-        """Return the plan of a tile of so many columns."""
+        """Return the plan with a tile of `width` columns."""
         return replace(self, block_n=width)
 
     def with_order(self, a_column_major: bool, b_column_major: bool) -> Plan:
-        """Return the plan for a product whose A and B lie so in memory."""
+        """Return the plan for this order of A and B in memory."""
         a, b = (not b_column_major, not a_column_major) if self.transposed else (a_column_major, b_column_major)
         return replace(self, a_column_major=a, b_column_major=b)
 
     @property
     def warps(self) -> int:
-        """Warps that multiply: four in the short kernel, four for 64 rows in the other."""
+        """Number of warps that multiply: four in the short kernel, four for each 64 rows in the persistent kernel."""
         return 4 if self.short else self.block_m // 16
 
     @property
     def columns(self) -> int:
-        """Columns of the tile's tensors, a power of two: wgmma takes any multiple of 8 columns, Gluon's tensors do not."""
+        """Number of columns of the tile's tensors. Gluon needs a power of two, while wgmma takes any multiple of 8."""
         return 1 << (self.block_n - 1).bit_length()
 
     @property
     def a_tile(self) -> list[int]:
-        """A's rows in a slot, as they lie in memory."""
+        """Rows and columns of A's part of a slot, in the order of memory."""
         return [BLOCK_K, self.block_m] if self.a_column_major else [self.block_m, BLOCK_K]
 
     @property
     def b_tile(self) -> list[int]:
-        """B's columns in a slot, as they lie in memory."""
+        """Rows and columns of B's part of a slot, in the order of memory."""
         return [self.columns, BLOCK_K] if self.b_column_major else [BLOCK_K, self.columns]
 
     @property
     def b_columns(self) -> int:
-        """Columns of B in a slot: 64 lie in a row of shared memory, or 8 of each block of the cluster below each other."""
+        """Number of B's columns that copies bring into a slot, a multiple of 64, or of 8 for each block if B is column-major."""
         unit = 8 * self.cluster if self.b_column_major else min(64, self.columns)
         return ceil_div(self.block_n, unit) * unit
 
     @property
     def b_box(self) -> list[int]:
-        """Rows and columns of `b_tile` that one TMA copy brings: all, or of the share of a block as many rows as 64 columns have."""
+        """Rows and columns of `b_tile` in one TMA copy: all, or in a cluster a block's share, in steps of at most 64 columns of B."""
         share = self.b_columns // self.cluster
         return self.b_tile if self.cluster == 1 else [share if self.b_column_major else math.gcd(64, share), BLOCK_K]
 
     @property
     def piece(self) -> list[int]:
-        """Rows and columns of a piece of a tile, which is stored by pieces, through buffers that take turns."""
+        """Rows and columns of a piece of a tile. Pieces are stored one after the other, through buffers in turn."""
         return [self.block_m, min(64, self.block_n)]
 
     @property
     def boxes(self) -> tuple[list[int], ...]:
-        """Rows and columns, as they lie in memory, of one TMA copy of A, B, C, and C where a tile ends within a piece."""
+        """Rows and columns of the TMA copies of A, B, a piece of C, and a tile's last piece of C, in the order of memory."""
         tail = [self.block_m, self.block_n % self.piece[1] or self.piece[1]]
         pieces = (self.piece,) if self.short else (self.piece, tail)
         return self.a_tile, self.b_box, *(piece[::-1] if self.transposed else piece for piece in pieces)
 
     @property
     def pieces(self) -> int:
-        """Pieces of a tile, the last of which may be narrower."""
+        """Number of pieces of a tile. The last piece may be narrower."""
         return ceil_div(self.block_n, self.piece[1])
 
     @property
     def buffers(self) -> int:
-        """Buffers for pieces of C; the short kernel has one for each, in the memory of the ring that it has read."""
+        """Number of buffers for pieces of C. The short kernel has a buffer for each piece, in the memory of its ring."""
         return self.pieces if self.short else 2
 
     @property
     def ring_kilobytes(self) -> int:
-        """Kilobytes of the kernel's ring. The short kernel stores C through its memory."""
+        """Kilobytes of the kernel's ring. The short kernel stores C through the ring, and the persistent kernel through buffers."""
         if self.short:
             return SHARED_KILOBYTES // self.short - 2
         return SHARED_KILOBYTES - self.buffers * self.block_m * self.piece[1] // 512
 
     @property
     def slots(self) -> int:
-        """Slots of the ring, each as large as the tile's operands."""
+        """Number of slots of the ring. A slot has the size of the tile's operands."""
         return min(SLOTS, 8 * self.ring_kilobytes // (self.block_m + self.b_columns))
 
     @property
     def compiled_boxes(self) -> tuple[list[int], ...]:
-        """Boxes that the kernel is compiled for: of the copies of B to a cluster only as many rows as a swizzle has."""
+        """Boxes for which the kernel is compiled. In a cluster the rows of B's box vary, and the kernel knows 8 rows, a swizzle's."""
         a, b, *c = self.boxes
         return a, b if self.cluster == 1 else [8, BLOCK_K], *c
 
@@ -131,26 +131,26 @@ class Plan:
 
 
 class Items(NamedTuple):
-    """How a product is cut into items of work. A cluster's tiles count as one."""
+    """The items of work of a product. The tiles of a cluster count as one."""
 
-    number: int  # whole tiles, and parts of the others
-    whole: int
-    rest: int  # tiles that are cut
-    split: int  # into so many parts each
+    number: int  # whole tiles and parts together
+    whole: int  # tiles that stay whole
+    rest: int  # tiles that are cut into parts
+    split: int  # parts of each tile that is cut
 
 
 def clusters_at_once(blocks: int, sms: int) -> int:
-    """Return how many clusters of so many blocks run at once, a block on each SM.
+    """Return how many clusters of `blocks` blocks run at once, with a block on each SM.
 
-    A cluster lies within one of the GPU's groups of SMs, which differ in size, so some SMs are left over.
+    A cluster lies within one group of the GPU's SMs. The groups differ in size, so some SMs stay idle.
     """
     return AT_ONCE.get(blocks, sms // blocks) if sms == 132 else sms // blocks
 
 
 def items_of(m: int, n: int, plan: Plan, split: int, sms: int) -> Items:
-    """Return how C (m, n) is cut into items of work.
+    """Return the items of work of a product C (m, n).
 
-    The tiles that would not fill a round of all SMs are cut; the short kernel, which is for few tiles, cuts all or none.
+    The persistent kernel cuts the tiles that would not fill a round of all SMs. The short kernel cuts all tiles, or none.
     """
     tiles = ceil_div(m, plan.block_m * plan.cluster) * ceil_div(n, plan.block_n)
     rest = tiles if plan.short else tiles % clusters_at_once(plan.cluster, sms)
@@ -174,21 +174,21 @@ KERNELS = (
 PLANS = tuple(p.tile(n) for p in KERNELS for n in range(p.block_n if p.short else 4 * STEP, p.block_n + 1, STEP))
 
 
-# Constants of a model of the kernels' time, in microseconds: between that of a call with a cold L2 and that of one behind another.
-# They were fitted to 10,000 times at 2,200 drawn products on an H200, so that the plan chosen takes little longer than the fastest.
-LAUNCH = 1.51  # of the persistent kernel, more than of the short one
-PRODUCT = 0.683  # of 2**21 multiplications on one SM
-ALONE = 0.063  # of a step, where four warps of the persistent kernel multiply: nothing else is queued while they wait
-BYTES = 0.0197  # of a KB of A and B that each SM reads, where all SMs do
-FEW = 0.158  # the power of the share of SMs that run, by which their bytes take less
-TILE, STORE = 2.255, 0.0119  # of a tile's start and end, and of a KB of it
-ADD, READ = 1.34, 0.203  # of the launch that adds up parts, and of a KB of C whose sums each SM leaves and reads
+# Constants of a model of the kernels' time, in microseconds. The model lies between calls with a cold L2 and calls back to back.
+# The constants were fitted to 10,000 times of 2,200 drawn products on an H200: the chosen plan takes little longer than the fastest.
+LAUNCH = 1.51  # time by which a launch of the persistent kernel is longer than a launch of the short kernel
+PRODUCT = 0.683  # time of 2**21 multiplications on one SM
+ALONE = 0.063  # further time of a step, if only four warps of the persistent kernel multiply: no other product runs while they wait
+BYTES = 0.0197  # time of a KB of A and B on each SM, if all SMs read
+FEW = 0.158  # if a share of the SMs reads, the time of a KB is multiplied by this power of the share
+TILE, STORE = 2.255, 0.0119  # time of a tile's start and end, and further time of each KB of the tile
+ADD, READ = 1.34, 0.203  # time of the launch that adds up parts, and of a KB of sums that each SM writes and reads
 
 
 def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
-    """Estimate the time of a product in microseconds, for a choice between plans.
+    """Estimate the time of a product in microseconds, to compare plans.
 
-    A step takes as long as its products or its bytes, whichever is longer. All steps of the busiest SM are one after the other.
+    A step takes as long as its products or as its bytes, whichever is longer. The estimate adds up all steps of the busiest SM.
     """
     m, n = (n, m) if plan.transposed else (m, n)
     items, once, steps = items_of(m, n, plan, split, sms), clusters_at_once(plan.cluster, sms), ceil_div(k, BLOCK_K)
@@ -207,7 +207,7 @@ def estimate(m: int, n: int, k: int, plan: Plan, split: int, sms: int) -> float:
 
 
 def choose(m: int, n: int, k: int, a_column_major: bool, b_column_major: bool, sms: int) -> tuple[Plan, int]:
-    """Return the plan with the shortest estimated time, and into how many parts its tiles are cut that fill no round."""
+    """Return the plan with the shortest estimated time, and the number of parts of the tiles that are cut (`items_of`)."""
     plans = [plan.with_order(a_column_major, b_column_major) for plan in PLANS if plan.cluster <= sms]
-    found = [(plan, split) for plan in plans for split in SPLITS if split <= max(1, k // 128)]
-    return min(found, key=lambda x: estimate(m, n, k, x[0], x[1], sms))
+    candidates = [(plan, split) for plan in plans for split in SPLITS if split <= max(1, k // 128)]
+    return min(candidates, key=lambda x: estimate(m, n, k, x[0], x[1], sms))

@@ -29,7 +29,7 @@ STEP_5 = [
         (80, {"mask": "causal"}),
         (128, {"mask": "window"}),
         (64, {"mask": "window"}),
-        (64, {"mask": "packed", "offset": True}),
+        (64, {"mask": "packed", "overhang": True}),
         (64, {"mask": "packed window"}),
         (256, {"mask": "causal"}),
         (256, {"variant": "one"}),

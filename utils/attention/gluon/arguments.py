@@ -1,4 +1,4 @@
-"""What a launch of any step needs: tensors, options and plan, and the TMA descriptors made from them. No Triton yet."""
+"""The arguments of a launch of any step: tensors, options, plan, and TMA descriptors of the tensors. Its import needs no Triton."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from utils.attention.gluon.plan import BLOCK_M, Plan
 
 @dataclass(slots=True)
 class Arguments:
-    """One attention to launch: q, out (B, H, Sq, D), k, v (B, Hkv, Sk, D), not empty, and the plan of the step.
+    """The tensors and options of one launch: q, out (B, H, Sq, D), k, v (B, Hkv, Sk, D), not empty, and the plan of the step.
 
-    lse: (B, H, Sq) fp32, touched only with return_lse. window: 0 for none. c: scale * log2(e). programs: blocks that
-    the GPU runs at the same time, one on each multiprocessor.
+    lse: (B, H, Sq) in fp32; only a launch with return_lse writes it. window: 0 means no window. c: scale * log2(e). programs: the
+    number of blocks that the GPU runs at the same time, one on each multiprocessor.
     """
 
     q: torch.Tensor
@@ -29,7 +29,7 @@ class Arguments:
     c: float
     plan: Plan
     programs: int
-    lengths: tuple[int, ...] = ()  # of sequences packed one behind the other
+    lengths: tuple[int, ...] = ()  # of the packed sequences; empty without packing
 
     heads: int = field(init=False)  # query heads of one sequence
     heads_total: int = field(init=False)  # query heads of all sequences
@@ -47,7 +47,7 @@ class Arguments:
         self.tiles_m = -(-self.sq // self.plan.rows)
 
     def grid(self) -> tuple[int, int]:
-        """Steps 1 to 4: a block for each tile of query rows of each head."""
+        """Return the grid of steps 1 to 4: a block for each tile of query rows of each head."""
         if self.window or self.lengths:
             raise ValueError("Steps 1 to 4 have no sliding window and no packed sequences; step 5 has both.")
         if self.heads_total > 65535:
@@ -58,23 +58,23 @@ class Arguments:
         return self.tiles_m, self.heads_total
 
     def constants(self) -> dict:
-        """What steps 1 to 4 are compiled for."""
+        """Return the constants for which steps 1 to 4 are compiled."""
         tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": self.plan.block_n, "BLOCK_D": self.plan.block_d}
         return tile | {"CAUSAL": self.causal, "LSE": self.return_lse, "num_warps": 4}
 
     def sizes(self) -> tuple:
-        """Steps 1 to 4: the arguments sq, sk, heads, group, c."""
+        """Return the arguments sq, sk, heads, group, c of steps 1 to 4."""
         return self.sq, self.sk, self.heads, self.group, self.c
 
     def descriptors(self) -> list:
-        """TMA descriptors of q, k, v and out, with boxes of a consumer's rows and of a block of keys."""
+        """Return TMA descriptors of q, k, v and out. A box has the 64 rows of a consumer, or the keys of a block."""
         rows = BLOCK_M, self.plan.block_n, self.plan.block_n, BLOCK_M
         tensors = self.q, self.k, self.v, self.out
         return [descriptor(x, n, self.plan.block_d) for x, n in zip(tensors, rows, strict=True)]
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int):
-    """TMA descriptor of a tensor (B, H, S, D), or of a matrix of fp32 numbers, with boxes of `rows` rows and `columns` columns."""
+    """Return the TMA descriptor of a tensor (B, H, S, D), or of a matrix in fp32, with boxes of `rows` rows and `columns` columns."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -86,24 +86,24 @@ def descriptor(x: torch.Tensor, rows: int, columns: int):
 
 @functools.lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
-    """SMs of a GPU; those of an H100 or H200 where a kernel is simulated."""
+    """Return the number of SMs of a GPU. On a CPU, where kernels are simulated, it is 132, as on an H100 or H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @functools.lru_cache(maxsize=16)
 def placeholder(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor to point at for an argument that the kernel does not touch."""
+    """Return a small tensor for an argument that the kernel does not use."""
     return torch.zeros(4, dtype=dtype, device=device)
 
 
 def strides_fit(x: torch.Tensor) -> bool:
-    """Whether TMA can walk these strides: the head dimension contiguous, the others multiples of 16 bytes."""
+    """Whether TMA can use these strides: the head dimension is contiguous, the other strides are multiples of 16 bytes."""
     strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     return x.stride(-1) == 1 and all(stride * x.element_size() % 16 == 0 and stride > 0 for stride in strides)
 
 
 def make_addressable(x: torch.Tensor) -> torch.Tensor:
-    """Return x if TMA can address it (`strides_fit`, and it begins at a multiple of 16 bytes), else a copy."""
+    """Return x if TMA can address it, else a copy. TMA needs `strides_fit`, and a start at a multiple of 16 bytes."""
     x = x if strides_fit(x) else x.contiguous()
     if not strides_fit(x):
         least = 16 // x.element_size()  # TMA's rows are multiples of 16 bytes

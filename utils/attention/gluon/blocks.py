@@ -1,4 +1,4 @@
-"""One block of keys in step 5's consumers: scores and output to the tensor cores, and the softmax beside them."""
+"""A consumer of step 5 computes one block of keys: the products run on the tensor cores, and the softmax runs beside them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from utils.attention.gluon.softmax import first_softmax, half_softmax, join_rows
 
 @gluon.jit
 def start_output(work, number, o, p, state):
-    """Hand P V of block number - 1 to the tensor cores, added to `o`, which with halves is rescaled only here."""
+    """Start the product P V of block `number` - 1, added to `o`. If the softmax works on halves, rescale `o` first."""
     work.v.wait_full(number - 1)
     if len(state) == 2:
         o = rescale(o, spread((state[0].factor, state[1].factor), o))
@@ -21,37 +21,37 @@ def start_output(work, number, o, p, state):
 
 @gluon.jit
 def first_block(work, block, q):
-    """A tile's first block, with no other product beside it: probabilities and the softmax state."""
+    """Compute the first block of a tile, while no other product runs; return probabilities and softmax state."""
     PLAN: gl.constexpr = work.PLAN
     MASKED: gl.constexpr = work.CASE.mask != ""
     work.k.wait_full(block.number)
-    # The softmax reads the scores' registers: before this wait the tensor cores may not have written them.
+    # The softmax reads the registers of the scores. Without this wait the tensor cores may not have written them yet.
     s = wait_products(start_scores(q[0], work.k.tile(block.number), PLAN.depth, q[1]), 0, PLAN.block_n)
     work.k.release(block.number)
-    # Without a mask the first block has the last key, behind which there is none; each row sees one key at least.
+    # Without a mask, only this block has columns behind the last key. Each row sees a key, so its maximum is finite.
     p, state = first_softmax(work.mask(s, block), work.c, q[0].dtype, PLAN.consumers < 3, MASKED)
     return gl.convert_layout(p, left_operand(PLAN.block_d)), state
 
 
 @gluon.jit
 def step(work, block, q, o, p, state, more, masked):
-    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
+    """Compute block i of the keys: start Q K(i) and P V(i-1), then compute the softmax of block i while P V(i-1) runs.
 
-    more: whether another block follows. masked: whether this one has a mask.
+    more: whether another block follows. masked: whether block i has a mask.
     """
     PLAN: gl.constexpr = work.PLAN
     WINDOW: gl.constexpr = work.WINDOW
     dtype: gl.constexpr = work.k.tiles.dtype
     s = start_scores(q[0], work.k.tile(block.number), PLAN.depth, q[1])
     pv = start_output(work, block.number, o, p, state)
-    # Of the two products in flight the older one, the scores, is waited for: their registers are read next.
+    # Two products run. Wait for the older product, the scores: without the wait the softmax would read unfinished registers.
     s = wait_products(s, 1, PLAN.block_n)
     work.k.release(block.number)
     if masked:
         s = work.mask(s, block)
 
-    # The wait for the next keys makes a basic block of what comes before it: without it ptxas hoists the wait for P V
-    # above the exponentials, and nothing overlaps. The wait for P V comes before `o` and the slot of V are used again.
+    # The wait for the next keys ends a basic block. Without it, ptxas moves the wait for P V above the exponentials, and nothing
+    # overlaps. Without the wait for P V, `o` would be read, and V's slot overwritten, while the product still uses them.
     if len(state) == 1:
         p, rows = whole_softmax(s, state[0], work.c, dtype, WINDOW)
         work.k.wait_full(block.number + 1, pred=more)

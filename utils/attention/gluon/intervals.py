@@ -1,14 +1,14 @@
-"""Packed sequences in the kernels: tables of tiles, which begin where a sequence begins, and of what each row sees.
+"""Tables for packed sequences: where each tile of rows begins and ends, and which interval of columns each row sees.
 
-A query sees an interval of keys, and its bounds only rise from query to query, whether the mask is causal or has a window
-or not; so each key is seen by an interval of queries whose bounds rise, too. The forward pass has tiles of queries (rows)
-over blocks of keys (columns), the backward pass blocks of keys over tiles of queries, and both read the same kind of table:
+A query sees an interval of keys. Under every mask, the bounds of this interval only rise from query to query. So an interval of
+queries sees each key, and its bounds rise, too. In the forward pass rows are queries and columns are keys; in the backward pass
+rows are keys and columns are queries. Both passes read the same kind of table:
 
-    low, high    row i sees the columns low[i] <= j < high[i]: S numbers each
-    tiles        for each tile of rows: its first row, the end of its rows, and two numbers more
+    low, high    row i sees the columns low[i] <= j < high[i]; each array has S numbers
+    tiles        four numbers for each tile of rows: its first row, the end of its rows, and two more
 
-In the backward pass these are the blocks of columns [lo, hi) that the rows see. In the forward pass blocks are counted from the
-first key that the tile's first row sees, so that it sees the first block whole: that key, and how many blocks there are.
+In the backward pass, the last two numbers are the blocks of columns [lo, hi) that the tile's rows see. In the forward pass, they are
+the first key that the tile's first row sees, and the number of blocks from this key on. So this row sees the first block whole.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.shared import keep_columns, uniform
+from utils.attention.gluon.shared import uniform
 from utils.kernels.capture import tensor_on
 
 
 class PackedTable(NamedTuple):
-    """A table on the GPU, int32, and how many blocks of columns each tile of rows sees."""
+    """A table on the GPU in int32, and the number of blocks of columns that each tile of rows sees."""
 
     table: torch.Tensor
     blocks: tuple[int, ...]
 
 
 def packed_bounds(lengths: tuple[int, ...], causal: bool, window: int) -> np.ndarray:
-    """Return low and high of queries, and low and high of keys (4, S); window 0: none."""
+    """Return low and high of queries, and low and high of keys, as an array (4, S). window: 0 means no window."""
     ends: np.ndarray = np.cumsum(lengths)
     low: np.ndarray = np.repeat(ends - lengths, lengths)
     high: np.ndarray = np.repeat(ends, lengths)
@@ -76,13 +76,13 @@ packed_keys = functools.partial(_packed_table, forward=False)
 
 @gluon.jit
 def tile_entry(table, tile, rows, WHICH: gl.constexpr):
-    """Of a tile, its first row (0), the end of its rows (1), or one of the numbers behind them (2, 3)."""
+    """Read one of a tile's four numbers: its first row (0), the end of its rows (1), and the last two numbers (2, 3)."""
     return uniform(gl.load(table + 2 * rows + 4 * tile + WHICH))
 
 
 @gluon.jit
 def visible_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr, base):
-    """Blocks [lo, hi), from column `base` on, that the rows row .. row+ROWS-1 of a tile see whose rows end at `stop`."""
+    """Return the blocks [lo, hi) that the rows row .. row+ROWS-1 see. Blocks begin at column `base`; the tile's rows end at `stop`."""
     low = uniform(gl.load(table + gl.minimum(row, stop - 1)))
     high = uniform(gl.load(table + (rows + gl.minimum(row + ROWS, stop) - 1)))
     return (low - base) // BLOCK, gl.cdiv(high - base, BLOCK)
@@ -90,7 +90,7 @@ def visible_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.const
 
 @gluon.jit
 def clean_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constexpr, base=0):
-    """Blocks [first, end), from column `base` on, that all of these rows see whole: first may be behind end."""
+    """Return the blocks [first, end) that each of these rows sees whole; none if first >= end. Blocks begin at column `base`."""
     low = uniform(gl.load(table + (gl.minimum(row + ROWS, stop) - 1)))
     high = uniform(gl.load(table + rows + gl.minimum(row, stop - 1)))
     return gl.cdiv(low - base, BLOCK), (high - base) // BLOCK
@@ -98,13 +98,6 @@ def clean_interval(table, row, ROWS: gl.constexpr, stop, rows, BLOCK: gl.constex
 
 @gluon.jit
 def row_bounds(table, at, stop, rows):
-    """Low and high of the rows `at`, and 0 of those from `stop` on: they see nothing."""
+    """Return low and high of the rows `at`. For rows from `stop` on both are 0: these rows see nothing."""
     exists = at < stop
     return gl.load(table + at, mask=exists, other=0), gl.load(table + rows + at, mask=exists, other=0)
-
-
-@gluon.jit
-def keep_interval(s, table, row, key, rows):
-    """Replace the scores [64, BLOCK_N] of rows row.. and keys key.. by minus infinity where a row does not look."""
-    low, high = row_bounds(table, row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), rows, rows)
-    return keep_columns(s, low - key, high - key)

@@ -41,10 +41,10 @@ def attention_gluon(
     step: int,
     lengths: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention forward: (output like q, log-sum-exp (B, H, Sq) fp32 or empty). window 0: none; lengths: of packed sequences."""
+    """Return the output, like q, and the log-sum-exp, (B, H, Sq) in fp32 or empty. A window of 0 means no window."""
     q, scale = positive_scale(q, scale)  # the kernels take the maximum before they scale
-    found = run_step(q, k, v, causal, scale, window, return_lse, step, tuple(lengths or ()))
-    return found if return_lse else (found, q.new_empty(0, dtype=torch.float32))
+    result = run_step(q, k, v, causal, scale, window, return_lse, step, tuple(lengths or ()))
+    return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
 
 @attention_gluon.register_fake
@@ -61,7 +61,7 @@ attention_gluon.register_autograd(
 def run_step(
     q, k, v, causal: bool, scale: float, window: int, return_lse: bool, step: int, lengths: tuple[int, ...] = ()
 ):
-    """Launch a step, as an earlier launch on tensors of this layout if there was one: the output, or output and log-sum-exp."""
+    """Launch a step, and return the output, or output and log-sum-exp. Tensors of an earlier layout repeat its launch."""
     key = causal, scale, window, return_lse, step, lengths, layout(q, k, v)
     if (earlier := CALLS.get(key)) is not None:
         return earlier(q, k, v)
@@ -73,7 +73,7 @@ def run_step(
     if q.numel():
         rows, o, sums = q, out, placeholder(q.device) if lse is None else lse
         if step == 5 and not (causal or window or lengths) and q.stride(1) == q.shape[2] * q.stride(2):
-            # Without a mask the heads of a group see the same keys: their rows, one head behind the other, are those of one head.
+            # Without a mask the heads of a group see the same keys. The kernel computes these heads as one head with more rows.
             rows, o = (x.view(q.shape[0], k.shape[1], -1, q.shape[3]) for x in (q, out))
         with torch.cuda.device(q.get_device()):  # on a CPU, where kernels are simulated, it does nothing
             plan, programs = plan_of(step, rows, k, causal, window, lengths), processors(q.device)
@@ -84,7 +84,7 @@ def run_step(
             forms, index, nothing = form(out) if lse is None else form(out, lse), q.device.index, placeholder(q.device)
 
             def again(q, k, v):
-                # Where the tensors start is no part of a layout, and TMA may be unable to address them.
+                # The addresses are not part of a layout: TMA may be unable to address these tensors.
                 if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
                     q, k, v = map(make_addressable, (q, k, v))
                     return run_step(q, k, v, *key[:6])
@@ -118,13 +118,13 @@ def forward(
         v: Values (B, Hkv, Sk, D).
         causal: Whether a query sees keys up to its own position only.
         scale: Factor of the scores, 1/sqrt(D) by default.
-        window: A query sees keys that are fewer positions away than this; None: all.
+        window: A query sees the keys that are fewer positions away than this number. With None it sees all keys.
         return_lse: Whether to return the log-sum-exp too: (B, H, Sq), fp32, natural logarithm, for a backward pass.
-        step: Which kernel of the ladder, 1 to 5.
-        lengths: Of sequences that are packed one behind the other and see themselves only; step 5.
+        step: Number of the kernel in the ladder, 1 to 5.
+        lengths: Lengths of packed sequences, for step 5. The tokens of a sequence see only the same sequence.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    # The operator costs the host several times as much as the launch: it is for those who have to see it.
+    # The operator takes the host several times as long as the launch, so it is called only where torch must see it.
     grad = needs_autograd(q, k, v)
     problem = causal, scale, window or 0, return_lse or grad, step
     if not q.is_cuda or scale <= 0 or needs_operator(q, k, v):

@@ -26,7 +26,7 @@ def compile_step(
     variant: str = "",
     plan: Plan | None = None,
     mask: str = "",
-    offset: bool = False,
+    overhang: bool = False,
     lse: bool = False,
 ) -> Assembly:
     """Compile a step of the ladder for sm_90a.
@@ -35,11 +35,11 @@ def compile_step(
         step: 1 to 5.
         head_dim: Head dimension; the tile is the next larger of 64, 128 and 256.
         dtype: "bf16" or "fp16".
-        variant: Of step 5's plan (`plan.variant_for`).
-        plan: Tile and pipeline; the step's own by default.
-        mask: "causal" or "" of steps 1 to 4; of step 5 any of `plan.Case`, whose tiles are dealt under a mask.
-        offset: As in `plan.Case`.
-        lse: Whether steps 1 to 4 store the log-sum-exp; in step 5 that is an argument of the launch.
+        variant: Variant of step 5's plan (`plan.variant_for`).
+        plan: Tile and pipeline; by default the plan of the step.
+        mask: "causal" or "" for steps 1 to 4, any mask of `plan.Case` for step 5. Under a mask the host deals the tiles.
+        overhang: As in `plan.Case`.
+        lse: Whether steps 1 to 4 store the log-sum-exp. In step 5 an argument of the launch says it.
     """
     from triton.experimental.gluon import language as gl
 
@@ -49,7 +49,7 @@ def compile_step(
     kernel = kernel_of(step)
     constants = {name.upper(): value for name, value in vars(plan).items()}  # BLOCK_N, STAGES, ...
     constants |= {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_M, "LSE": lse, "PLAN": plan}
-    constants |= {"CASE": Case(mask, mask != "", offset), "CAUSAL": mask == "causal"}
+    constants |= {"CASE": Case(mask, mask != "", overhang), "CAUSAL": mask == "causal"}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kinds = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr", "out_ptr"), f"*{dtype}")
     kinds |= {"lse_ptr": "*fp32", "schedule": "*i32", "c": "fp32"}
@@ -58,7 +58,7 @@ def compile_step(
     for name, rows in (("q", BLOCK_M), ("o", BLOCK_M), ("k", plan.block_n), ("v", plan.block_n)):
         kinds[f"{name}_desc"] = f"tensordesc<{dtype}[1, 1, {rows}, {plan.block_d}],{layout!r}>"
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    # A launch tells the compiler that tensors and their rows start at multiples of 16 bytes.
+    # As at a launch, the compiler knows that tensors and their rows start at multiples of 16 bytes.
     multiples = [name for name in kernel.arg_names if name.endswith(("_ptr", "_batch", "_head", "_row"))]
     compiled = compile_gluon(kernel, signature, constants, multiples)
     return read_assembly(narrow_kernel(compiled, plan.depth) if step == 5 else compiled, f"attention_step{step}")
@@ -87,7 +87,7 @@ def compile_blackwell(
     return read_assembly(compiled, f"attention_blackwell for sm_{capability}a")
 
 
-# Of which the report says how many a kernel has.
+# The report counts these instructions.
 INSTRUCTIONS = (
     *("HGMMA", "UTCHMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "MUFU.EX2", "BAR.SYNC"),
     *("USETMAXREG", "LDL", "STL"),
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=VARIANTS, default="")
     parser.add_argument("--mask", choices=("", "causal", "window", "packed", "packed window"), default="")
     parser.add_argument("--lse", action="store_true")
-    parser.add_argument("--offset", action="store_true")
+    parser.add_argument("--overhang", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     options = vars(parser.parse_args())
     show_sass, step, mask = options.pop("sass"), options.pop("step"), options["mask"]

@@ -1,7 +1,7 @@
-"""What the roles of step 5 share: rings of tiles with their barriers, the tiles to compute, and sizes.
+"""Aggregates that the roles of step 5 share: rings of tiles with their barriers, the tiles to compute, and sizes.
 
-Each is an aggregate, so it goes into a kernel's functions as one argument. A ring alone knows which slot and which
-phase of its barriers belong to a load: a role counts its loads, and never computes either.
+An aggregate is one argument of a function in a kernel. A role only counts its loads; the ring computes from this number the slot and
+the phase of the slot's barriers.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -10,77 +10,77 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from utils.attention.gluon.intervals import clean_interval, keep_interval, tile_entry, visible_interval
+from utils.attention.gluon.intervals import clean_interval, row_bounds, tile_entry, visible_interval
 from utils.attention.gluon.shared import aggregate, keep_columns, tma_load, uniform
 
 
 @aggregate
 class Ring:
-    """Tiles in shared memory that go round: the producer fills them, the consumers release them.
+    """A ring of tiles in shared memory. The producer fills the tiles, and the consumers release them.
 
-    Load number i goes to slot i % SLOTS, and the slot is in use for the (i // SLOTS)-th time: the parity of that is
-    the phase to wait for. The rings of K and V have one lane; Q's has one for each consumer, all filled as number i.
+    Load number i goes to slot i % SLOTS, and it is the (i // SLOTS)-th load of this slot. The parity of i // SLOTS is the phase of
+    the barriers to wait for. The rings of K and V have one lane. The ring of Q has a lane for each consumer.
     """
 
     tiles: gl.shared_memory_descriptor  # (SLOTS * LANES, 1, 1, rows, BLOCK_D)
-    full: gl.shared_memory_descriptor  # mbarriers: the tile's bytes have arrived
-    empty: gl.shared_memory_descriptor  # mbarriers: every thread that reads the tile has released it
+    full: gl.shared_memory_descriptor  # mbarriers that complete when the tile's bytes have arrived
+    empty: gl.shared_memory_descriptor  # mbarriers that complete when every reading thread has released the tile
     SLOTS: gl.constexpr
     LANES: gl.constexpr
     READERS: gl.constexpr
 
     @gluon.jit
     def make_barriers(self, FIRST: gl.constexpr, BEHIND: gl.constexpr):
-        """Make the barriers of the slots from FIRST on, before BEHIND."""
+        """Initialize the barriers of the slots FIRST to BEHIND - 1."""
         for i in gl.static_range(FIRST * self.LANES, BEHIND * self.LANES):
-            mbarrier.init(self.full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
-            mbarrier.init(self.empty.index(i), count=128 * self.READERS)  # every thread releases for itself
+            mbarrier.init(self.full.index(i), count=1)  # the producer's `expect`; the barrier counts bytes separately
+            mbarrier.init(self.empty.index(i), count=128 * self.READERS)  # each reading thread arrives once
 
     @gluon.jit
     def slot(self, i, lane=0):
-        """Index of load number i among tiles and barriers."""
+        """Return the index of load number i's tile and barriers."""
         return (i % self.SLOTS) * self.LANES + lane
 
     @gluon.jit
     def phase(self, i):
-        """Parity of the round in which load number i uses its slot."""
+        """Return the phase of the barriers for load number i: how often its slot was in use before, modulo two."""
         return (i // self.SLOTS) & 1
 
     @gluon.jit
     def tile(self, i, lane=0):
-        """The tile of load number i, [rows, BLOCK_D]."""
+        """Return the tile of load number i, [rows, BLOCK_D]."""
         return self.tiles.index(self.slot(i, lane)).reshape([self.tiles.shape[3], self.tiles.shape[4]])
 
     @gluon.jit
     def wait_empty(self, i, lane=0):
         """Producer: wait until load number i's slot is empty.
 
-        Without this wait TMA would overwrite a tile that a consumer still reads. A fresh barrier counts as having
-        completed the phase before its first: nobody waits in the first round.
+        Without this wait TMA would overwrite a tile that a consumer still reads. For a new barrier, the phase before its first
+        phase counts as complete: the producer does not wait in the first round.
         """
         mbarrier.wait(self.empty.index(self.slot(i, lane)), self.phase(i) ^ 1)
 
     @gluon.jit
     def load(self, i, descriptor, batch, head, row, lane=0):
-        """Producer: fetch rows from `row` on into load number i's slot, as soon as that is empty."""
+        """Producer: wait until load number i's slot is empty, then start the copy of the rows from `row` on into it."""
         self.wait_empty(i, lane)
         slot = self.slot(i, lane)
         full = self.full.index(slot)
-        # Before the copy: bytes that arrive unannounced could complete the phase.
+        # `expect` comes before the copy. Otherwise the bytes that arrive could complete the phase too early.
         mbarrier.expect(full, descriptor.block_type.nbytes)
         tma_load(descriptor, [batch, head, row, 0], full, self.tiles.index(slot))
 
     @gluon.jit
     def wait_full(self, i, lane=0, pred=True):
-        """Consumer: wait until load number i has arrived; a product before that would read the last round's tile."""
+        """Consumer: wait until load number i has arrived. Without this wait a product would read the tile of the last round."""
         mbarrier.wait(self.full.index(self.slot(i, lane)), self.phase(i), pred=pred)
 
     @gluon.jit
     def release(self, i, lane=0):
-        """Consumer: this thread has read load number i. Without it the producer waits for ever, a round later.
+        """Consumer: say that this thread has read load number i. Without it the producer would wait for ever a round later.
 
-        `mbarrier.arrive` is one arrival, for which the compiler first brings the warpgroup together at a barrier.
-        This instruction arrives when the thread's own cp.async copies are done: it has none, so at once.
+        For `mbarrier.arrive`, the compiler would first put a barrier across the warpgroup. The instruction here arrives when the
+        thread's cp.async copies are complete. The thread has no such copies, so it arrives at once.
         """
         async_copy.mbarrier_arrive(self.empty.index(self.slot(i, lane)), increment_count=False)
 
@@ -94,7 +94,10 @@ def allocate_ring(
     ROWS: gl.constexpr = 0,
     READY: gl.constexpr = 0,
 ):
-    """A ring for tiles of a TMA descriptor, each read by READERS consumers. ROWS: of a tile, if not a box's. READY: slots that get barriers now, if not all."""
+    """Allocate a ring for tiles of a TMA descriptor. READERS consumers read each tile.
+
+    ROWS: rows of a tile; 0 means the rows of the descriptor's box. READY: slots that get their barriers now; 0 means all slots.
+    """
     count: gl.constexpr = SLOTS * LANES
     box: gl.constexpr = descriptor.block_type.shape
     rows: gl.constexpr = ROWS if ROWS > 0 else box[2]
@@ -108,11 +111,11 @@ def allocate_ring(
 
 @aggregate
 class Tiles:
-    """Which tiles of query rows this program computes, in which order. A tile belongs to one head of one sequence.
+    """The tiles of query rows that this program computes, in their order. A tile belongs to one head of one sequence.
 
-    DEALT: a row of `schedule` for each program, computed on the host (`plan.deal_tiles`). Otherwise program p takes the
-    numbers p, p + programs, ...: those before `whole` are tiles, the others parts of 64 rows, PARTS of a tile, each of which
-    a program's first consumer computes alone.
+    With DEALT, the host has dealt the tiles (`plan.deal_tiles`), and `schedule` has a row for each program. Otherwise program p takes
+    the numbers p, p + programs, ... Numbers before `whole` are tiles. The other numbers are parts of tiles, PARTS to a tile; a part
+    has 64 rows, and a program's first consumer computes it alone.
     """
 
     schedule: gl.tensor
@@ -120,19 +123,19 @@ class Tiles:
     tiles_m: gl.tensor
     numbers: gl.tensor
     whole: gl.tensor
-    row_bits: gl.tensor  # the lowest bits of a dealt number, which are the row tile; the others are the head
+    row_bits: gl.tensor  # number of a dealt number's low bits: they are the row tile, the high bits are the head
     DEALT: gl.constexpr
     PARTS: gl.constexpr
 
     @gluon.jit
     def first(self):
-        """Number of tiles of this program, its first tile, and where it reads the others."""
+        """Return the number of this program's tiles, its first tile, and the address of its further tiles."""
         program = gl.program_id(0)
-        own = self.schedule + program * self.stride
+        entry = self.schedule + program * self.stride
         if self.DEALT:
-            return uniform(gl.load(own)), uniform(gl.load(own + 1)), own + 2
+            return uniform(gl.load(entry)), uniform(gl.load(entry + 1)), entry + 2
         else:
-            return gl.cdiv(self.numbers - program, gl.num_programs(0)), program, own
+            return gl.cdiv(self.numbers - program, gl.num_programs(0)), program, entry
 
     @gluon.jit
     def is_part(self, t):
@@ -141,17 +144,17 @@ class Tiles:
 
     @gluon.jit
     def start_next(self, t, rest, i):
-        """Start to fetch the tile after t, the program's i-th; `finish_next` gives its number when t is done."""
+        """Start to load the number of the tile that follows t, the program's tile number i; `finish_next` returns it."""
         return gl.load(rest + i) if self.DEALT else t + gl.num_programs(0)
 
     @gluon.jit
     def finish_next(self, t_next):
-        """The tile whose fetching `start_next` started."""
+        """Return the number of the tile that `start_next` has started to load."""
         return uniform(t_next) if self.DEALT else t_next
 
     @gluon.jit
     def locate(self, t):
-        """Tile number -> (row tile, head counted over all sequences, part of the row tile)."""
+        """Return for a tile number the row tile, the head counted over all sequences, and the part of the row tile."""
         if self.DEALT:
             return t & ((1 << self.row_bits) - 1), t >> self.row_bits, 0
         else:
@@ -163,13 +166,13 @@ class Tiles:
 
 @aggregate
 class Work:
-    """What every role of the kernel gets: sizes, rings and tiles, and what is fixed when the kernel is compiled."""
+    """The argument of every role of the kernel: sizes, rings, tiles, and the constants for which the kernel is compiled."""
 
     sq: gl.tensor
     sk: gl.tensor
-    back: gl.tensor  # how many keys before its own position a query sees, or the table of `intervals.py`
-    ahead: gl.tensor  # and how many behind it
-    offset: gl.tensor
+    back: gl.tensor  # number of keys before its position that a query sees, or the table of `intervals.py`
+    ahead: gl.tensor  # number of keys behind its position that a query sees
+    offset: gl.tensor  # rows by which a head's first tile begins before its first query
     heads: gl.tensor
     group: gl.tensor
     lse_wanted: gl.tensor  # 0 or 1
@@ -178,14 +181,14 @@ class Work:
     k: Ring
     v: Ring
     todo: Tiles
-    PLAN: gl.constexpr  # plan.Plan: tile, slots, variants
-    CASE: gl.constexpr  # plan.Case: what the attention needs
-    PACKED: gl.constexpr  # a table has the interval of each row
-    WINDOW: gl.constexpr  # the mask may hide any block's keys, not only the last ones'
+    PLAN: gl.constexpr  # plan.Plan: tile and slots
+    CASE: gl.constexpr  # plan.Case: mask, and order of the tiles
+    PACKED: gl.constexpr  # whether a table has the interval of each row
+    WINDOW: gl.constexpr  # whether a window can hide keys of every block, not only of the last blocks
 
     @gluon.jit
     def place(self, t):
-        """Where a tile lies: its head, its rows [row, stop), its blocks of keys [lo, hi), and the key from which on they are counted.
+        """Return a tile's head, first row, end of its rows, its blocks of keys [lo, hi), and the key where block 0 begins.
 
         The first row of the first tile may be negative (`plan.row_offset`); TMA skips such rows.
         """
@@ -203,14 +206,14 @@ class Work:
 
     @gluon.jit
     def heads_of(self, flat):
-        """A head counted over all sequences -> (sequence, head of queries, head of keys)."""
+        """Return for a head counted over all sequences the sequence, the head of queries, and the head of keys."""
         batch = flat // self.heads
         head = flat - batch * self.heads
         return batch, head, head // self.group
 
     @gluon.jit
     def visible_blocks(self, row, ROWS: gl.constexpr, stop, base):
-        """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see, of a tile whose rows end at `stop`."""
+        """Return the blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see. The tile's rows end at `stop`."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
         if self.PACKED:
             return visible_interval(self.back, row, ROWS, stop, self.sq, BLOCK_N, base)
@@ -225,7 +228,7 @@ class Work:
 
     @gluon.jit
     def clean_blocks(self, row, ROWS: gl.constexpr, lo, hi, stop, base):
-        """The blocks of [lo, hi) that need no mask, counted from the last one down: right <= i < left."""
+        """Return right and left: with i = 0 for the last block of [lo, hi), the blocks right <= i < left need no mask."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
         if self.PACKED:
             first, end = clean_interval(self.back, row, ROWS, stop, self.sq, BLOCK_N, base)
@@ -240,11 +243,12 @@ class Work:
 
     @gluon.jit
     def mask(self, s, block):
-        """The scores of a block, minus infinity where a row may not look, or where there is no key."""
+        """Return the scores of a block, with minus infinity where a row may not see the key, or where there is no key."""
+        rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
         if self.PACKED:
-            return keep_interval(s, self.back, block.row, block.key, self.sq)
+            first, behind = row_bounds(self.back, block.row + gl.arange(0, s.shape[0], rows), self.sq, self.sq)
+            return keep_columns(s, first - block.key, behind - block.key)
         else:
-            rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
             first = gl.zeros([s.shape[0]], gl.int32, rows)
             behind = gl.full([s.shape[0]], self.sk, gl.int32, rows)
             if self.CASE.mask != "":
@@ -257,7 +261,7 @@ class Work:
 
 @aggregate
 class Block:
-    """One block of keys for one consumer: its number in the K and V rings, the first query row, the first key."""
+    """A block of keys for a consumer: its load number in the rings of K and V, the first query row, the first key."""
 
     number: gl.tensor
     row: gl.tensor

@@ -1,8 +1,8 @@
-"""Shared parts of the ladder's kernels: which keys a row sees, masks, softmax, and single Hopper instructions.
+"""Parts that the ladder's kernels share: masks, softmax, and single Hopper instructions.
 
-Conventions. The last query has the position of the last key: query i is at i + Sk - Sq. Causal: keys up to there.
-Window w, of step 5: keys fewer than w positions away (causal: w keys, the own one included). Scores are in base 2:
-softmax(scale * s) = 2^(c * (s - max)) / sum, with c = scale * log2(e), one FFMA and one MUFU.EX2 for each score.
+The last query has the position of the last key, so query i has the position i + Sk - Sq. Under a causal mask it sees the keys up to
+its position. With a window w, in step 5, it sees the keys that are fewer than w positions away. Scores are in base 2:
+softmax(scale * s) = 2^(c * (s - max)) / sum, with c = scale * log2(e). A score then takes one FFMA and one MUFU.EX2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
-# Not `gl.constexpr`: Triton's key of a kernel has its text in it, an address, so that each process would compile anew.
+# These must not be `gl.constexpr`: its text, an address, would go into Triton's key of a kernel, and each process would compile again.
 tma_load = tma.async_load
 tma_store = tma.async_store
 thread_barrier = gl.barrier
@@ -26,9 +26,9 @@ thread_barrier = gl.barrier
 
 @dataclass_transform()
 def aggregate(cls):
-    """Make a class one of Gluon's aggregates; without a constructor it gets one that takes the fields in their order.
+    """Make a class one of Gluon's aggregates. If it has no constructor, add one that takes the fields in their order.
 
-    Triton 3.8 does the same. Triton recognizes a compiled kernel by the text of what it calls, so the constructor has a text.
+    Triton 3.8 adds one, too. Triton's key of a kernel contains the source of all its functions, so the constructor has a source.
     """
     if "__init__" not in vars(cls):
         fields = {
@@ -51,21 +51,21 @@ MINUS_INF = gl.constexpr(float("-inf"))
 
 @gluon.constexpr_function
 def accumulator(columns, rows=64):
-    """Layout of a product [rows, columns] in registers: 64 rows for each warpgroup."""
+    """Return the layout of a product [rows, columns] in registers, with 64 rows for each warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def left_operand(columns, rows=64):
-    """Layout of P as the left operand, in registers, of a product [rows, columns]."""
+    """Return the layout of P as the left operand, in registers, of a product [rows, columns]."""
     return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 16]), 2)
 
 
 @gluon.jit
 def key_blocks(row, ROWS: gl.constexpr, sq, sk, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many blocks of keys the rows row .. row+ROWS-1 may see, and how many keys all of them see.
+    """Return the number of blocks of keys that the rows row .. row+ROWS-1 may see, and the number of keys that all these rows see.
 
-    At least one block: a row without keys has it masked throughout, and comes out as zeros.
+    The number of blocks is at least one. For a row without keys, this block is all masked, and the output is zeros.
     """
     n, seen = gl.cdiv(sk, BLOCK_N), sk
     if CAUSAL:
@@ -77,7 +77,7 @@ def key_blocks(row, ROWS: gl.constexpr, sq, sk, BLOCK_N: gl.constexpr, CAUSAL: g
 
 @gluon.jit
 def mask_scores(s, row, key, sq, sk, layout: gl.constexpr, CAUSAL: gl.constexpr):
-    """Replace the scores [BLOCK_M, BLOCK_N] of rows row.. and keys key.. by minus infinity where a row may not look."""
+    """Replace the scores [BLOCK_M, BLOCK_N] of rows row.. and keys key.. by minus infinity where a row may not see a key."""
     positions = row + (sk - sq) + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))[:, None]
     keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))[None, :]
     keep = keys < sk
@@ -88,9 +88,9 @@ def mask_scores(s, row, key, sq, sk, layout: gl.constexpr, CAUSAL: gl.constexpr)
 
 @gluon.jit
 def online_softmax(s, m, total, c):
-    """One block of the online softmax: probabilities, and the new maximum, sum and rescale factor of each row."""
+    """Compute one block of the online softmax; return probabilities, and the new maximum, sum and rescale factor of each row."""
     top = gl.maximum(m, gl.max(s, 1))
-    shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # a row that has seen no key yet: 2^(-inf), not nan
+    shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # for a row without keys so far: 2^(-inf), not nan
     alpha = gl.exp2(m * c - shifted)
     p = gl.exp2(s * c - shifted[:, None])
     return p, top, total * alpha + gl.sum(p, 1), alpha
@@ -98,7 +98,7 @@ def online_softmax(s, m, total, c):
 
 @gluon.jit
 def inverse_and_lse(m, total, c):
-    """1 / total, and the natural log-sum-exp of the scaled scores; zeros and minus infinity for a row without keys."""
+    """Return 1 / total and the natural log-sum-exp of the scaled scores. A row without keys gets zero and minus infinity."""
     empty = total == 0.0
     safe = gl.where(empty, 1.0, total)
     return gl.where(empty, 0.0, 1.0 / safe), gl.where(empty, MINUS_INF, (m * c + gl.log2(safe)) * LN2)
@@ -106,13 +106,14 @@ def inverse_and_lse(m, total, c):
 
 @gluon.jit
 def start_scores(q, k, DEPTH: gl.constexpr = 0, left=None, start=None):
-    """Hand q @ k^T to the tensor cores, from zero or `start`. q, 64 rows for each warpgroup, or its first columns `left` may be in registers.
+    """Start the product q @ k^T on the tensor cores, added to `start` or to zero. q has 64 rows for each warpgroup.
 
-    DEPTH: the columns that are multiplied, 80 or 96; 0: all. Tiles are zero behind them, and zeros take as long as other numbers.
+    left: the first columns of q, in registers. DEPTH: the product uses this number of columns, 80 or 96; 0 means all columns. Further
+    columns of the tiles are zeros, but would take as long as other numbers.
     """
     ROWS: gl.constexpr = q.shape[0]
     COLUMNS: gl.constexpr = k.shape[0]
-    if left is None:  # slices are powers of two: 64 columns, and 16 or 32
+    if left is None:  # the width of a slice is a power of two: 64 columns, then 16 or 32
         left = q if DEPTH == 0 else q.slice(0, 64, 1)
     FIRST: gl.constexpr = left.shape[1]
     REST: gl.constexpr = (DEPTH if DEPTH > 0 else q.shape[1]) - FIRST
@@ -126,7 +127,7 @@ def start_scores(q, k, DEPTH: gl.constexpr = 0, left=None, start=None):
 
 @builtin
 def in_flight(accumulator, _semantic=None):
-    """View a product that is still running as a tensor of its registers, for `wait_products`."""
+    """Return the registers of a running product as a tensor, for `wait_products`."""
     return tensor(accumulator.handle, getattr(accumulator.type, "tensor_type", accumulator.type))
 
 
@@ -137,16 +138,16 @@ def _wait_asm(left):
 
 @gluon.constexpr_function
 def _in_place(n, more=""):
-    # Constraints of an assembly with n outputs, each in the register of the input with its number, and of more inputs.
+    # Constraints of assembly: n outputs, which have the registers of the first n inputs, and n further inputs for each kind in `more`.
     return ",".join(["=f"] * n) + "," + ",".join(str(i) for i in range(n)) + more * n
 
 
 @gluon.jit
 def wait_products(accumulator, LEFT: gl.constexpr, COLUMNS: gl.constexpr):
-    """Wait until at most LEFT products are in flight; the accumulator is [64, COLUMNS], one warpgroup.
+    """Wait until at most LEFT products run. The accumulator is [64, COLUMNS] and belongs to one warpgroup.
 
-    `warpgroup_mma_wait` does the same and then makes the compiler put a barrier across the warpgroup behind it,
-    which a warp that reads only its own accumulator rows does not need.
+    `warpgroup_mma_wait` does the same, but the compiler puts a barrier across the warpgroup behind it. A warp that reads only its
+    rows of the accumulator does not need this barrier.
     """
     registers: gl.constexpr = COLUMNS // 2
     return gl.inline_asm_elementwise(
@@ -156,7 +157,7 @@ def wait_products(accumulator, LEFT: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def uniform(x):
-    """Take the value of lane 0, so that the compiler knows a loaded scalar to be the same in all lanes."""
+    """Return the value of lane 0. It tells the compiler that a loaded scalar is the same in all lanes."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -169,20 +170,20 @@ def _barrier_asm(kind, threads):
 
 @gluon.jit
 def meet(number, THREADS: gl.constexpr):
-    """Wait at a named barrier until THREADS threads have come to it, by `meet` or `pass_by`."""
+    """Wait at a named barrier until THREADS threads have arrived there, by `meet` or `pass_by`."""
     gl.inline_asm_elementwise(_barrier_asm("sync", THREADS), "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pass_by(number, THREADS: gl.constexpr):
-    """Count as come to a named barrier, and go on."""
+    """Arrive at a named barrier without waiting there."""
     gl.inline_asm_elementwise(_barrier_asm("arrive", THREADS), "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
 def _rescale_asm(n):
-    # The accumulator of m64 alternates two registers of row r and two of row r + 8. If all factors are one, all the
-    # multiplications are skipped.
+    # In the accumulator of m64, two registers of row r and two registers of row r + 8 alternate. If all factors of a warp are one,
+    # it skips all multiplications.
     factor = [f"${2 * n + i}" for i in range(n)]
     lines = [
         "{",
@@ -201,7 +202,7 @@ def _rescale_asm(n):
 
 @gluon.jit
 def rescale(o, factor):
-    """Multiply o by factor, both [64, D]; a warp whose sixteen rows all have the factor one skips that."""
+    """Multiply o by factor, both [64, D]. A warp skips the multiplication if all its sixteen rows have the factor one."""
     registers: gl.constexpr = o.shape[1] // 2
     return gl.inline_asm_elementwise(
         _rescale_asm(registers),
@@ -215,10 +216,10 @@ def rescale(o, factor):
 
 @gluon.constexpr_function
 def _keep_asm(n, other):
-    # Thread l of a quad holds the columns 2 l and 2 l + 1 of each group of eight: two registers of row r, two of row r + 8.
-    # From $2n on, behind outputs and inputs: the first column of each row that is kept, and then the one behind the last. Both
-    # become the number of this thread's columns before them, and these a bit for each column, of which ptxas moves eight at a
-    # time into predicates (R2P).
+    # Thread l of a quad holds the columns 2 l and 2 l + 1 of each group of eight: two registers of row r, two registers of row r + 8.
+    # From $2n on, the inputs are the first column that a row keeps, and then the column behind the last one that it keeps. For
+    # both, the code counts how many columns of this thread come before them. Both counts give a mask with a bit for each column of
+    # the thread. From this mask, ptxas moves eight bits at a time into predicates (R2P).
     lines = ["{", ".reg .pred p;", ".reg .b32 c, first, behind, bits, t;"]
     lines += ["mov.u32 c, %laneid;", "and.b32 c, c, 3;", "shl.b32 c, c, 1;"]
     for row in (0, 2):
@@ -236,7 +237,7 @@ def _keep_asm(n, other):
 
 @gluon.jit
 def _replace_columns(x, first, behind, OTHER: gl.constexpr):
-    """Replace numbers [64, N], N at most 128, by another but for the columns first <= j < behind of each row."""
+    """Replace the numbers [64, N], N at most 128, by OTHER, except in the columns first <= j < behind of each row."""
     gl.static_assert(x.shape[1] <= 128)
     registers: gl.constexpr = x.shape[1] // 2
     return gl.inline_asm_elementwise(
@@ -251,15 +252,15 @@ def _replace_columns(x, first, behind, OTHER: gl.constexpr):
 
 @gluon.jit
 def keep_columns(s, first, behind):
-    """Replace scores [64, N] by minus infinity but for the columns first <= j < behind of each row.
+    """Replace the scores [64, N] by minus infinity, except in the columns first <= j < behind of each row.
 
-    Written as comparisons of tensors, ptxas makes the comparisons before the scores are there, keeps their results in
-    registers and compares again: five instructions for a score. Here it is a selection, and a fifth of another instruction.
+    For comparisons of tensors, ptxas would compare before it has the scores, store the results in registers, and compare again: five
+    instructions for a score. The assembly here takes 1.2 instructions for a score.
     """
     return _replace_columns(s, first, behind, "0fFF800000")
 
 
 @gluon.jit
 def zero_columns(p, first, behind):
-    """Replace numbers [64, N] by zero but for the columns first <= j < behind of each row."""
+    """Replace the numbers [64, N] by zero, except in the columns first <= j < behind of each row."""
     return _replace_columns(p, first, behind, "0f00000000")

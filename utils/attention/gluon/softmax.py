@@ -1,12 +1,12 @@
-"""Step 5's softmax on the registers of one warpgroup: 64 rows as one piece, or as two halves that are computed in turn.
+"""Step 5's softmax in the registers of one warpgroup. It computes 64 rows as one piece, or as two halves in turn.
 
-A warp of an m64 product holds 16 rows, and each thread holds elements of two of them, r and r + 8. With up to two consumers
-the rows r and the rows r + 8 have a softmax each, so that the wait for P V can stand between the two: packing and summing
-of the first half then fill the gaps between the exponentials of the second. With 160 registers or less ptxas would put that wait
-first, and nothing would overlap: three or four consumers compute all rows as one piece. Scores are in base 2 (`shared.py`).
+A warp of an m64 product holds 16 rows, and a thread holds elements of the rows r and r + 8. With one or two consumers, the rows r and
+the rows r + 8 are halves, and the wait for P V stands between the softmax of each half. The first half is packed and summed while
+the exponentials of the second half run. With three or four consumers, a thread has at most 160 registers: ptxas would move the wait
+before both halves, and nothing would overlap. So these consumers compute all rows as one piece. Scores are in base 2 (`shared.py`).
 
-The running maximum follows the true one only when that has grown by more than 2^8. The result is exact all the same,
-because sum and output carry the same factor, and after the first blocks hardly any warp multiplies its output again.
+The maximum in use changes only when the true maximum exceeds it by 8 in base 2. Until then probabilities are at most 2^8. The result
+is exact nevertheless, because sum and output have the same factor. After the first blocks, hardly any warp must rescale its output.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -19,9 +19,9 @@ from utils.attention.gluon.shared import MINUS_INF, aggregate, inverse_and_lse
 
 @aggregate
 class Rows:
-    """Running softmax of some rows: maximum in use, sum, and the factor by which the last block rescaled them.
+    """State of the softmax for some rows: the maximum in use, the sum, and the factor by which the last block rescaled the sum.
 
-    Of a half `total` keeps one partial sum for each thread, (4, 8, 4), which are added up only at the end of a tile.
+    For a half, `total` has a partial sum of each thread, (4, 8, 4). The end of a tile adds them up.
     """
 
     maximum: gl.tensor
@@ -31,19 +31,19 @@ class Rows:
 
 @gluon.jit
 def split_rows(x):
-    """[64, N] accumulator -> rows r and rows r + 8 of each of its 4 warps, [4, 8, N] each: registers are renamed, not moved."""
+    """Split an accumulator [64, N] into the rows r and the rows r + 8 of its warps, [4, 8, N] each. No register moves."""
     return x.reshape([x.shape[0] // 16, 2, 8, x.shape[1]]).permute([0, 2, 3, 1]).split()
 
 
 @gluon.jit
 def join_rows(a, b):
-    """Undo `split_rows`: two halves [4, 8, N] -> [64, N]."""
+    """Undo `split_rows`: join two halves [4, 8, N] to [64, N]."""
     return gl.join(a, b).permute([0, 3, 1, 2]).reshape([16 * a.shape[0], a.shape[2]])
 
 
 @gluon.jit
 def spread(values, x):
-    """Values of the rows, one tensor, or one of rows r and one of rows r + 8, over the columns of the accumulator x."""
+    """Repeat the values of the rows over the columns of the accumulator x. `values` has one tensor, or a tensor for each half."""
     if len(values) == 1:
         return gl.broadcast(gl.convert_layout(values[0], gl.SliceLayout(1, x.type.layout))[:, None], x)[0]
     else:
@@ -56,17 +56,17 @@ def spread(values, x):
 
 @gluon.jit
 def thread_sums(p):
-    """Sum over the columns that one thread holds, [4, 8, N] -> [4, 8, 4]: no exchange between threads."""
+    """Sum the columns of each thread, [4, 8, N], to [4, 8, 4]. The threads exchange nothing."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], 8, p.shape[2] // 8, 4, 2]), 4), 2)
 
 
 @gluon.jit
 def lazy_maximum(old, top, c, MASKED: gl.constexpr):
-    """Return the maximum to use (the old one until the new one is 2^8 above it), c * that, and the rescale factor."""
+    """Return the maximum to use, c * maximum, and the rescale factor. `old` stays in use until `top` exceeds it by 8 in base 2."""
     new = gl.where((top - old) * c > 8.0, top, old)
     shifted = new * c
     if MASKED:
-        shifted = gl.where(new == MINUS_INF, 0.0, shifted)  # a row that has seen no key yet: 2^(-inf), not nan
+        shifted = gl.where(new == MINUS_INF, 0.0, shifted)  # for a row without keys so far: 2^(-inf), not nan
         return new, shifted, gl.exp2(old * c - shifted)
     else:
         return new, shifted, gl.exp2((old - new) * c)
@@ -74,7 +74,7 @@ def lazy_maximum(old, top, c, MASKED: gl.constexpr):
 
 @gluon.jit
 def half_softmax(s, rows, top, c, dtype: gl.constexpr, MASKED: gl.constexpr):
-    """Softmax of one half's scores [4, 8, N], whose maximum with all before is `top`: probabilities and new `Rows`."""
+    """Compute the softmax of a half's scores [4, 8, N]; return probabilities and `Rows`. top: the maximum up to this block."""
     maximum, shifted, factor = lazy_maximum(rows.maximum, top, c, MASKED)
     p = gl.exp2(s * c - shifted[:, :, None])
     sums = thread_sums(p)
@@ -84,7 +84,7 @@ def half_softmax(s, rows, top, c, dtype: gl.constexpr, MASKED: gl.constexpr):
 
 @gluon.jit
 def whole_softmax(s, rows, c, dtype: gl.constexpr, MASKED: gl.constexpr):
-    """Softmax of the scores [64, N] in one piece: probabilities and the new `Rows`."""
+    """Compute the softmax of the scores [64, N] in one piece; return probabilities and `Rows`."""
     maximum, shifted, factor = lazy_maximum(rows.maximum, gl.maximum(rows.maximum, gl.max(s, 1)), c, MASKED)
     p = gl.exp2(s * c - shifted[:, None])
     return p.to(dtype), Rows(maximum, rows.total * factor + gl.sum(p, 1), factor)
@@ -92,14 +92,14 @@ def whole_softmax(s, rows, c, dtype: gl.constexpr, MASKED: gl.constexpr):
 
 @gluon.jit
 def initial_half(s):
-    """`Rows` of a half that has seen no key; s gives the layout."""
+    """Return the `Rows` of a half before its first key; `s` gives the layout."""
     maximum = gl.full_like(gl.max(s, 2), MINUS_INF)
     return Rows(maximum, thread_sums(gl.zeros_like(s)), maximum)
 
 
 @gluon.jit
 def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.constexpr):
-    """Softmax of a tile's first block: probabilities [64, N] and the state, a tuple of one or two `Rows`."""
+    """Compute the softmax of a tile's first block; return probabilities [64, N], and as state a tuple of one or two `Rows`."""
     if HALVES:
         s0, s1 = split_rows(s)
         p0, rows0 = half_softmax(s0, initial_half(s0), gl.max(s0, 2), c, dtype, MASKED)
@@ -113,7 +113,7 @@ def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.co
 
 @gluon.jit
 def normalizers(state, c, row):
-    """Return 1 / sum, and (row numbers, log-sum-exp) to store: each a tuple of one tensor, or of two with halves."""
+    """Return the tuples (1 / sum) and (row numbers, log-sum-exp), with an entry for all rows, or an entry for each half."""
     if len(state) == 1:
         rows = state[0]
         inverse, lse = inverse_and_lse(rows.maximum, rows.total, c)

@@ -1,11 +1,11 @@
-"""Step 1: one warpgroup, nothing overlaps. FlashAttention's algorithm and nothing else.
+"""Step 1: FlashAttention's algorithm and nothing else. One warpgroup computes, and nothing overlaps.
 
-Four warps own 64 rows of queries. For each block of keys: load K from global memory through registers into shared
-memory, wait, multiply, softmax, load V the same way, wait, multiply. Every part of the SM waits for every other.
+Four warps own 64 rows of queries. For each block of keys, they load K and V from global memory through registers into shared memory,
+multiply Q by K, compute the softmax, and multiply the probabilities by V. The warps wait for the end of each part before the next.
 
     part       what                                   head dim 64    128    256
     tile       64 queries x BLOCK_N keys              64             64     32
-    pipeline   none: one K tile, one V tile, wgmma waited for at once
+    pipeline   none: one tile of K, one tile of V; the warps wait for each product at once
 
 On an H200, bf16, S = 16384, full: 345 TFLOP/s at head dim 64 (0.71 of cuDNN), 361 at 128 (0.52), 316 at 256 (0.42).
 assets/results/h200/attention_ladder.json.
@@ -32,7 +32,7 @@ from utils.attention.gluon.shared import (
 def load_rows(
     base, first, rows, stride, HEAD_DIM: gl.constexpr, layout: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr
 ):
-    """Load rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix into registers, zeros outside of it."""
+    """Load rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix into registers. Elements outside of the matrix are zeros."""
     r = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
     return gl.load(base + r.to(gl.int64) * stride + d, mask=(r < rows) & (d < HEAD_DIM), other=0.0)
@@ -40,7 +40,7 @@ def load_rows(
 
 @gluon.jit
 def store_output(o_ptr, lse_ptr, o, m, total, c, row, sq, stride, HEAD_DIM: gl.constexpr, LSE: gl.constexpr):
-    """Divide by the row sums and store [64, D] rows, and the log-sum-exp if it is wanted."""
+    """Divide the output [64, D] by the row sums and store it. With LSE, store the log-sum-exp, too."""
     inverse, lse = inverse_and_lse(m, total, c)
     layout: gl.constexpr = o.type.layout
     o = o * gl.convert_layout(inverse, gl.SliceLayout(1, layout))[:, None]
@@ -52,7 +52,7 @@ def store_output(o_ptr, lse_ptr, o, m, total, c, row, sq, stride, HEAD_DIM: gl.c
         gl.store(lse_ptr + rows, lse, mask=rows < sq)
 
 
-# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
+# One kernel serves all sizes. Otherwise Triton would compile again for sizes that are 1 or multiples of 16.
 @gluon.jit(do_not_specialize=["sq", "sk", "heads", "group"])
 def attention_step1(
     q_ptr,
@@ -90,7 +90,7 @@ def attention_step1(
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
     rows: gl.constexpr = gl.SliceLayout(1, scores)
-    loads: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes a thread, 128 a row segment
+    loads: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes a thread, 8 threads to a row
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
 
     row = gl.program_id(0) * BLOCK_M
@@ -114,8 +114,8 @@ def attention_step1(
         key = (n - 1 - i) * BLOCK_N
         k.store(load_rows(k_base, key, sk, k_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D))
         v.store(load_rows(v_base, key, sk, v_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D))
-        # The threads stored Q, K and V through the generic proxy, wgmma reads them through the async proxy: without the
-        # fence it may read what was there before.
+        # The threads stored Q, K and V through the generic proxy, and wgmma reads them through the async proxy. Without the
+        # fence wgmma may read old data.
         fence_async_shared()
         thread_barrier()  # without it a warp would multiply rows that another warp has not stored yet
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
@@ -125,7 +125,7 @@ def attention_step1(
         p, m, total, alpha = online_softmax(s, m, total, c)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v, o)
-        thread_barrier()  # without it a fast warp would store the next K and V while a slow one still reads these
+        thread_barrier()  # without it a fast warp would store the next K and V while a slow warp still reads these
     store_output(o_base, lse_ptr + gl.program_id(1).to(gl.int64) * sq, o, m, total, c, row, sq, o_row, HEAD_DIM, LSE)
 
 

@@ -1,12 +1,12 @@
-"""Step 2: asynchronous copies, double-buffered. The next keys travel while the current ones are used.
+"""Step 2: asynchronous copies into two slots. The next block of keys arrives while the warps compute the current block.
 
-As step 1, but K and V go by cp.async straight from global into shared memory, 16 bytes a thread, and there are two
-slots: the copies of block i + 1 start before block i is computed. Waiting for memory is gone as long as computing a
-block takes longer than loading one; the threads still issue every copy themselves, with an address each.
+As step 1, but cp.async copies K and V directly from global into shared memory, 16 bytes for each thread. K and V have two slots each,
+so the copies of block i + 1 start before block i is computed. If computing a block takes longer than loading a block, the warps do
+not wait for memory. The threads still start every copy themselves, and compute its address.
 
     part       what                                   head dim 64    128    256
     tile       64 queries x BLOCK_N keys              64             64     32
-    pipeline   K and V: 2 slots each, cp.async groups, one barrier before and one after the products
+    pipeline   K and V: 2 slots each, cp.async groups, a barrier before and a barrier after the products
 
 On an H200, bf16, S = 16384, full: 402 TFLOP/s at head dim 64 (0.86 of cuDNN), 426 at 128 (0.62), 407 at 256 (0.54).
 assets/results/h200/attention_ladder.json.
@@ -35,14 +35,14 @@ def copy_rows(
     ROWS: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):
-    """Start to copy rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix; elements outside of it become zeros."""
+    """Start to copy rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix. Elements outside of the matrix become zeros."""
     r = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
-    # Masked elements are zero-filled, 16 bytes at a time: HEAD_DIM is a multiple of 8.
+    # A copy has 16 bytes, so the mask must be the same for 8 elements: HEAD_DIM is a multiple of 8.
     async_copy.async_load(slot, base + r.to(gl.int64) * stride + d, mask=(r < rows) & (d < HEAD_DIM))
 
 
-# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
+# One kernel serves all sizes. Otherwise Triton would compile again for sizes that are 1 or multiples of 16.
 @gluon.jit(do_not_specialize=["sq", "sk", "heads", "group"])
 def attention_step2(
     q_ptr,
@@ -106,16 +106,16 @@ def attention_step2(
     for i in range(n):
         key = (n - 1 - i) * BLOCK_N
         slot = i % 2
-        # The next block's copies (of row sk on, so nothing but zeros, after the last block).
+        # Start the copies of the next block. After the last block they begin at row sk, and copy only zeros.
         next_key = gl.where(i + 1 < n, key - BLOCK_N, sk)
         copy_rows(k_ring.index(1 - slot), k_base, next_key, sk, k_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
         copy_rows(v_ring.index(1 - slot), v_base, next_key, sk, v_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
         async_copy.commit_group()
-        async_copy.wait_group(1)  # all groups but the newest: this thread's copies of the current block have arrived
-        # The copies wrote through the generic proxy, wgmma reads through the async proxy: without the fence it may read
-        # what was there before.
+        async_copy.wait_group(1)  # without it this thread's copies of the current block could still be on their way
+        # The copies wrote through the generic proxy, and wgmma reads through the async proxy. Without the fence wgmma may read
+        # old data.
         fence_async_shared()
-        thread_barrier()  # the wait covers a thread's own copies only: without it a warp would read unfinished rows
+        thread_barrier()  # a thread waits only for its copies: without the barrier a warp would read unfinished rows
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
         s = warpgroup_mma(q, k_ring.index(slot).permute([1, 0]), zero, use_acc=False)
         if key + BLOCK_N > seen:
@@ -123,8 +123,8 @@ def attention_step2(
         p, m, total, alpha = online_softmax(s, m, total, c)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v_ring.index(slot), o)
-        thread_barrier()  # without it a fast warp's next copies would overwrite this slot while a slow one reads it
-    async_copy.wait_group(0)  # shared memory must live until the last copies have landed in it
+        thread_barrier()  # without it a fast warp's next copies would overwrite this slot while a slow warp reads it
+    async_copy.wait_group(0)  # without it the last copies could arrive in the shared memory of another block
     store_output(o_base, lse_ptr + gl.program_id(1).to(gl.int64) * sq, o, m, total, c, row, sq, o_row, HEAD_DIM, LSE)
 
 

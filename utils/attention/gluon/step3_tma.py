@@ -1,16 +1,16 @@
-"""Step 3: TMA and mbarriers. One thread starts the copy of a whole tile; an mbarrier completes when it has arrived.
+"""Step 3: TMA and mbarriers. One thread starts the copy of a whole tile, and an mbarrier completes when the tile has arrived.
 
-As step 2, but the copy engine (TMA) fetches a tile of K or V by its coordinates in a four-dimensional tensor: no
-addresses, no masks (what lies outside comes as zeros), swizzled for wgmma on the way. An mbarrier for each slot counts
-the bytes. The freed threads' registers and issue slots go to the softmax. Still one warpgroup: the same four warps
-start the copies and compute, so a slot is refilled only after all of them have used it.
+As step 2, but the copy engine (TMA) fetches a tile of K or V by its coordinates in a four-dimensional tensor. The threads need no
+addresses and no masks: elements outside of the tensor arrive as zeros, and TMA swizzles the tile for wgmma. An mbarrier for each slot
+counts the bytes. So the softmax has more registers and more issue slots. There is still one warpgroup: its four warps start the
+copies and compute, so a slot gets new rows only after all four warps have used it.
 
     part       what                                   head dim 64    128    256
     tile       64 queries x BLOCK_N keys              128            128    64
-    pipeline   K and V: 2 slots each, a full mbarrier for each slot; refilled after the products that read it
+    pipeline   K and V: 2 slots each, a full mbarrier for each slot; the next copy starts after the product that reads the slot
 
 On an H200, bf16, S = 16384, full: 483 TFLOP/s at head dim 64 (1.04 of cuDNN), 405 at 128 (0.59), 469 at 256 (0.62).
-At 128 its larger tiles leave room for one block on an SM, step 2's for two. assets/results/h200/attention_ladder.json.
+At 128 an SM has room for one block of step 3, for two blocks of step 2. assets/results/h200/attention_ladder.json.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from utils.attention.gluon.shared import (
 
 @gluon.jit
 def load_tile(descriptor, batch, head, row, ring, full, slot, pred):
-    """Start the copy of one tile into a slot; the slot's barrier completes when all bytes are there."""
-    # The bytes are announced first: copies that arrive unannounced could complete the barrier too early.
+    """Start the copy of one tile into a slot. The slot's barrier completes when all bytes have arrived."""
+    # `expect` comes before the copy. Otherwise the bytes that arrive could complete the barrier's phase too early.
     mbarrier.expect(full.index(slot), descriptor.block_type.nbytes, pred=pred)
     tma_load(descriptor, [batch, head, row, 0], full.index(slot), ring.index(slot), pred=pred)
 
 
-# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
+# One kernel serves all sizes. Otherwise Triton would compile again for sizes that are 1 or multiples of 16.
 @gluon.jit(do_not_specialize=["sq", "sk", "heads", "group"])
 def attention_step3(
     q_desc,
@@ -83,8 +83,8 @@ def attention_step3(
     for i in gl.static_range(2):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-    # The barriers were initialized through the generic proxy, TMA completes them through the async proxy: without the
-    # fence it may find them as they were before; without the barrier a warp could wait on one that is not ready.
+    # The threads initialized the mbarriers through the generic proxy, and TMA completes them through the async proxy. Without the
+    # fence TMA may find old data there. Without the barrier a warp could wait on an mbarrier that is not initialized.
     fence_async_shared()
     thread_barrier()
 
@@ -98,23 +98,23 @@ def attention_step3(
     total = gl.zeros([BLOCK_M], gl.float32, rows)
     o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
     q = q_ring.index(0).reshape([BLOCK_M, BLOCK_D])
-    mbarrier.wait(q_full.index(0), 0)  # without it the first product would read what was in shared memory before
+    mbarrier.wait(q_full.index(0), 0)  # without it the first product would read old data from shared memory
     for i in range(n):
         key = (n - 1 - i) * BLOCK_N
         slot = i % 2
         phase = (i // 2) & 1
-        mbarrier.wait(k_full.index(slot), phase)  # K has arrived; `phase` tells this round of the slot from the last
+        mbarrier.wait(k_full.index(slot), phase)  # without it the product would read the K of the slot's last round
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
         s = warpgroup_mma(q, k_ring.index(slot).reshape([BLOCK_N, BLOCK_D]).permute([1, 0]), zero, use_acc=False)
-        thread_barrier()  # all four warps have read this K: without it TMA would overwrite it under a slow one
+        thread_barrier()  # without it TMA would overwrite this K while a slow warp still reads it
         load_tile(k_desc, batch, kv_head, key - 2 * BLOCK_N, k_ring, k_full, slot, i + 2 < n)
         if key + BLOCK_N > seen:
             s = mask_scores(s, row, key, sq, sk, scores, CAUSAL)
         p, m, total, alpha = online_softmax(s, m, total, c)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
-        mbarrier.wait(v_full.index(slot), phase)  # V has arrived
+        mbarrier.wait(v_full.index(slot), phase)  # without it the product would read the V of the slot's last round
         o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v_ring.index(slot).reshape([BLOCK_N, BLOCK_D]), o)
-        thread_barrier()  # all four warps have read this V
+        thread_barrier()  # without it TMA would overwrite this V while a slow warp still reads it
         load_tile(v_desc, batch, kv_head, key - 2 * BLOCK_N, v_ring, v_full, slot, i + 2 < n)
 
     inverse, lse = inverse_and_lse(m, total, c)
@@ -122,11 +122,11 @@ def attention_step3(
         at = row + gl.arange(0, BLOCK_M, rows)
         gl.store(lse_ptr + flat.to(gl.int64) * sq + at, lse, mask=at < sq)
     o = o * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
-    q.store(o.to(dtype))  # Q is not needed any more: its tile carries the output away
-    fence_async_shared()  # stored by threads, read by TMA: without the fence TMA may read Q instead
-    thread_barrier()  # TMA is started by one thread: the rows of all warps must be there
+    q.store(o.to(dtype))  # the kernel does not need Q any more, so the output leaves through Q's tile
+    fence_async_shared()  # the threads stored the output, and TMA reads it: without the fence TMA may read Q
+    thread_barrier()  # one thread starts TMA: without the barrier the rows of other warps may be missing
     tma_store(o_desc, [batch, head, row, 0], q_ring.index(0))
-    tma.store_wait(0)  # shared memory must live until TMA has read it
+    tma.store_wait(0)  # without it another block could get this shared memory before TMA has read it
 
 
 def launch(a: Arguments) -> None:

@@ -1,9 +1,9 @@
-"""Step 4: warp specialization. A producer warp loads, consumer warpgroups compute, mbarriers carry the slots between.
+"""Step 4: warp specialization. A producer warp loads, and consumer warpgroups compute. Mbarriers pass the slots between them.
 
-The producer needs one warp and 24 registers a thread; it runs ahead until the rings are full. Each consumer owns 64
-rows of queries and gets the registers that the producer gave up. Consumers share K and V, so each tile that is loaded
-serves 128 or 192 rows, and while one waits for its product the other may compute its softmax: the overlap is left to
-chance, inside a consumer nothing overlaps yet.
+The producer needs one warp and 24 or 32 registers for each thread. It runs ahead until the rings are full. Each consumer owns 64 rows
+of queries and gets the registers that the producer does not need. Consumers share K and V, so a tile serves 128 or 192 rows. While one
+consumer waits for its product, another consumer may compute its softmax. This overlap is left to chance; inside a consumer nothing
+overlaps yet.
 
     part       what                                   head dim 64    128    256
     consumers  warpgroups x 64 query rows             3              2      2
@@ -14,7 +14,7 @@ On an H200, bf16, S = 16384, full: 539 TFLOP/s at head dim 64 (1.11 of cuDNN), 5
 assets/results/h200/attention_ladder.json.
 """
 
-# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
+# The kernel unpacks whole tuples into names that it does not use. `_` could not replace them: in a kernel it has one type.
 # ruff: noqa: RUF059
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from utils.attention.gluon.shared import (
 
 @gluon.jit
 def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    """One warp: load Q, then each block of K and V as soon as its slot is empty, from the last block to the first."""
+    """Load Q, then each block of K and V when its slot is empty, from the last block to the first. The producer is one warp."""
     descriptors, rings, bars, shape = loads
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_ring, v_ring = rings
@@ -54,10 +54,10 @@ def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.co
     n = key_blocks(row, BLOCK_M * CONSUMERS, sq, sk, BLOCK_N, CAUSAL)[0]
     for i in range(n):
         slot = i % STAGES
-        free = ((i // STAGES) & 1) ^ 1  # a fresh barrier counts as completed once: the first round does not wait
+        free = ((i // STAGES) & 1) ^ 1  # for a new barrier this phase counts as complete: the first round does not wait
         key = (n - 1 - i) * BLOCK_N
-        # Without the waits TMA would overwrite a K or V that a consumer still reads. The bytes of a copy are announced
-        # (`expect`) before it starts: otherwise they could complete the barrier's phase too early.
+        # Without the waits TMA would overwrite a K or V that a consumer still reads. `expect` comes before the copy: otherwise the
+        # bytes that arrive could complete the barrier's phase too early.
         mbarrier.wait(k_empty.index(slot), free)
         mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
         tma_load(k_desc, [batch, head // group, key, 0], k_full.index(slot), k_ring.index(slot))
@@ -68,7 +68,7 @@ def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.co
 
 @gluon.jit
 def consumer(work, W: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr):
-    """Warpgroup W: 64 query rows against the blocks of K and V that the producer loads."""
+    """Compute 64 query rows with warpgroup W, from the blocks of K and V that the producer loads."""
     o_desc, lse_ptr, rings, bars, shape, c = work
     q_tiles, k_ring, v_ring = rings
     q_full, k_full, k_empty, v_full, v_empty = bars
@@ -86,28 +86,27 @@ def consumer(work, W: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, 
     first_row = gl.program_id(0) * (BLOCK_M * CONSUMERS)
     row = first_row + W * BLOCK_M
     flat = gl.program_id(1)
-    n = key_blocks(first_row, BLOCK_M * CONSUMERS, sq, sk, BLOCK_N, CAUSAL)[
-        0
-    ]  # of the tile, whose blocks all consumers release
+    # Each consumer must release all blocks of the tile, so n counts the blocks of all its rows.
+    n = key_blocks(first_row, BLOCK_M * CONSUMERS, sq, sk, BLOCK_N, CAUSAL)[0]
     seen = key_blocks(row, BLOCK_M, sq, sk, BLOCK_N, CAUSAL)[1]
     m = gl.full([BLOCK_M], MINUS_INF, gl.float32, rows)
     total = gl.zeros([BLOCK_M], gl.float32, rows)
     o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
     q = q_tiles.index(W).reshape([BLOCK_M, BLOCK_D])
-    mbarrier.wait(q_full.index(W), 0)  # without it the first product would read what was in shared memory before
+    mbarrier.wait(q_full.index(W), 0)  # without it the first product would read old data from shared memory
     for i in range(n):
         slot = i % STAGES
         phase = (i // STAGES) & 1
         key = (n - 1 - i) * BLOCK_N
-        mbarrier.wait(k_full.index(slot), phase)  # K has arrived; `phase` tells this round of the slot from the last
+        mbarrier.wait(k_full.index(slot), phase)  # without it the product would read the K of the slot's last round
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
         s = warpgroup_mma(q, k_ring.index(slot).reshape([BLOCK_N, BLOCK_D]).permute([1, 0]), zero, use_acc=False)
-        mbarrier.arrive(k_empty.index(slot), count=1)  # without it the producer waits for ever, a round later
+        mbarrier.arrive(k_empty.index(slot), count=1)  # without it the producer would wait for ever a round later
         if key + BLOCK_N > seen:
             s = mask_scores(s, row, key, sq, sk, scores, CAUSAL)
         p, m, total, alpha = online_softmax(s, m, total, c)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
-        mbarrier.wait(v_full.index(slot), phase)  # V has arrived
+        mbarrier.wait(v_full.index(slot), phase)  # without it the product would read the V of the slot's last round
         o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v_ring.index(slot).reshape([BLOCK_N, BLOCK_D]), o)
         mbarrier.arrive(v_empty.index(slot), count=1)
 
@@ -116,14 +115,14 @@ def consumer(work, W: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, 
         at = row + gl.arange(0, BLOCK_M, rows)
         gl.store(lse_ptr + flat.to(gl.int64) * sq + at, lse, mask=at < sq)
     o = o * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
-    q.store(o.to(dtype))  # Q is not needed any more: its tile carries the output away
-    fence_async_shared()  # stored by threads, read by TMA: without the fence TMA may read Q instead
+    q.store(o.to(dtype))  # the kernel does not need Q any more, so the output leaves through Q's tile
+    fence_async_shared()  # the threads stored the output, and TMA reads it: without the fence TMA may read Q
     batch = flat // heads
     tma_store(o_desc, [batch, flat - batch * heads, row, 0], q_tiles.index(W))
-    tma.store_wait(0)  # shared memory must live until TMA has read it
+    tma.store_wait(0)  # without it another block could get this shared memory before TMA has read it
 
 
-# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
+# One kernel serves all sizes. Otherwise Triton would compile again for sizes that are 1 or multiples of 16.
 @gluon.jit(do_not_specialize=["sq", "sk", "heads", "group"])
 def attention_step4(
     q_desc,
@@ -158,17 +157,17 @@ def attention_step4(
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
+        mbarrier.init(k_full.index(i), count=1)  # the producer's `expect`; the barrier counts bytes separately
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)  # one arrival of each consumer that has read the slot
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)  # each consumer arrives once, after it has read the slot
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
     rings = (q_tiles, k_ring, v_ring)
     bars = (q_full, k_full, k_empty, v_full, v_empty)
     shape = (sq, sk, heads, group)
     loads = ((q_desc, k_desc, v_desc), rings, bars, shape)
     work = (o_desc, lse_ptr, rings, bars, shape, c)
-    # The first role has the four warps of the launch and the registers that the others leave. With two consumers the last
-    # role falls away.
+    # The first role has the four warps of the launch, and the registers that the other roles leave. With two consumers the last
+    # role does not exist.
     gl.warp_specialize(
         [
             (consumer, (work, 0, STAGES, CAUSAL, LSE)),

@@ -1,10 +1,9 @@
-"""Step 5, the fastest: products overlapped with softmax, a persistent grid. FlashAttention forward for Hopper.
+"""Step 5, the fastest: FlashAttention's forward for Hopper, with products beside the softmax and a persistent grid.
 
-One block stays on each SM and walks over tiles of query rows. Its producer warp loads Q, K and V by TMA, running
-ahead as far as the rings of shared memory allow, into the next tile too. One to four consumer warpgroups own 64 rows
-each. A consumer hands Q K(i) to the tensor cores and P V(i-1) behind it, waits for the scores only, and computes their
-softmax while P V(i-1) is still running; scores, probabilities and output never leave its registers. Keys are walked
-from the last block to the first, so the masked blocks of a causal tile come first.
+One block stays on each SM and walks over tiles of query rows. Its producer warp loads Q, K and V by TMA, as far ahead as the rings in
+shared memory allow. One to four consumer warpgroups own 64 rows each. A consumer starts the products Q K(i) and P V(i-1), waits only
+for the scores, and computes their softmax while P V(i-1) still runs. Scores, probabilities and output stay in registers. The blocks
+of keys are computed from the last to the first, so the masked blocks of a causal tile come first.
 
     part          what                                         head dim 64      128              256
     consumers     warpgroups x 64 query rows                   3                2                2
@@ -13,13 +12,15 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
     shared        Q + K ring + V ring                          48+64+64         64+64+96         64+64+96 KiB
 
-With two tiles of Q the producer goes on into the next tile while this one is computed. A last round of few tiles of full
-attention is shared by all programs, 64 rows each (`plan.whole_tiles`). The other plans are in `plan.py`.
+On an H200: 1.02 to 1.06 times as fast as the best of cuDNN, FlashAttention 3 and 4 (docs/kernels/attention.md).
 
-Where to find what: a block of keys in `blocks.py`, its softmax in `softmax.py`, rings and masks in `pipeline.py`, what is loaded and stored in `transfers.py`,
-and which program has which tile in `plan.py`. Only blocks that straddle the diagonal, the window's edge or the
-last key are masked. Causal tiles begin where the diagonal lies in a tile's first block alone, and so does the last key: without
-a window, the loop has no mask in it. Measured beside cuDNN and FlashAttention 3 and 4: docs/kernels/attention.md.
+With two tiles of Q, the producer loads the next tile while the consumers compute this tile. If full attention leaves few tiles for
+the last round, all programs share these tiles, 64 rows each (`plan.whole_tiles`). Only blocks that contain the diagonal, the window's
+edge or the last key are masked. Causal tiles begin where only a tile's first block contains the diagonal and the last key. So without
+a window the loop has no mask.
+
+`blocks.py` computes a block of keys, and `softmax.py` its softmax. `pipeline.py` has rings and masks, `transfers.py` loads and stores,
+`plan.py` the other plans and the order of the tiles.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from utils.kernels.handle import Handle
 
 @gluon.jit
 def skip_blocks(work, it, count):
-    """Release blocks of keys that this consumer's rows do not see; return the number of the next block.
+    """Release blocks of keys that this consumer's rows do not see, and return the number of the next block.
 
-    Not before they are full: until then the other consumers may still owe the barrier their arrival for the slot's last use.
+    Without the waits, this arrival could count for the slot's previous load, which other consumers may not have released yet.
     """
     for _skipped in range(count):
         work.k.wait_full(it)
@@ -62,7 +63,7 @@ def skip_blocks(work, it, count):
 
 @gluon.jit
 def consumer(work, results, W: gl.constexpr):
-    """Warpgroup W: rows W * 64 and on of each tile, key blocks from the last to the first."""
+    """Compute the rows from W * 64 on of each tile, with warpgroup W and with the blocks of keys from the last to the first."""
     out, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
     WINDOW: gl.constexpr = work.WINDOW
@@ -73,40 +74,40 @@ def consumer(work, results, W: gl.constexpr):
 
     count, t, rest = work.todo.first()
     PARTS: gl.constexpr = work.todo.PARTS
-    own = count  # tiles that this consumer computes rows of
+    tiles = count  # for this consumer; the program's last tile may be a part, which only the first consumer computes
     if W > 0 and PARTS > 1:
-        own = count - work.todo.is_part(t + (count - 1) * gl.num_programs(0)).to(gl.int32)
+        tiles = count - work.todo.is_part(t + (count - 1) * gl.num_programs(0)).to(gl.int32)
     it = 0
-    for i in range(own):
+    for i in range(tiles):
         t_next = work.todo.start_next(t, rest, i)
         flat, first_row, stop, lo, hi, base = work.place(t)
         row = first_row + W * BLOCK_M
         if work.CASE.mask != "":
-            # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
-            own_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop, base)[1], lo + 1)
-            it = skip_blocks(work, it, hi - own_hi)
-            hi = own_hi
+            # This consumer's rows may not see the tile's last blocks. Rows behind `stop` do not exist and compute one block.
+            visible_hi = gl.where(row < stop, work.visible_blocks(row, BLOCK_M, stop, base)[1], lo + 1)
+            it = skip_blocks(work, it, hi - visible_hi)
+            hi = visible_hi
         n = hi - lo
         right, edge = work.clean_blocks(row, BLOCK_M, lo, hi, stop, base)
 
-        work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
+        work.q.wait_full(i, W)  # without it the first product would read the previous Q
         q, left = work.q.tile(i, W), None
         if BLOCK_D == 128 or (BLOCK_D == 64 and PLAN.consumers < 3):
-            # 64 columns of Q stay in registers: shared memory is as busy as the tensor cores.
+            # 64 columns of Q stay in registers, because shared memory is as busy as the tensor cores.
             left = q.slice(0, 64, 1).load(left_operand(BLOCK_N))
         block = Block(it, row, base + (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, (q, left))
-        if Q_SLOTS == 2:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
+        if Q_SLOTS == 2:  # noqa: SIM102 (the compiler decides this condition, and the program the next one for each tile)
             if i > 0:
-                # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
+                # The previous tile's output leaves through the slot of its Q. Without the wait the next Q would overwrite it.
                 tma.store_wait(0)
                 work.q.release(i + 1, W)
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         it += 1
-        work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
+        work.k.wait_full(it, pred=n > 1)  # without it the first step would read old keys
         for j in range(1, n):
             block = Block(it, row, base + (hi - 1 - j) * BLOCK_N)
-            # Causal and packed tiles begin where the diagonal of their rows lies in the block that was first (`first_row`).
+            # Each step waits for the keys of the next step. Without a window only the first block needs a mask (`plan.row_offset`).
             masked = WINDOW and ((j < right) | (j >= edge))
             o, p, state = step(work, block, (q, left), o, p, state, j + 1 < n, masked)
             it += 1
@@ -114,21 +115,21 @@ def consumer(work, results, W: gl.constexpr):
         pv = start_output(work, it, o, p, state)
         inverse = normalizers(state, work.c, row)[0]
         store_lse(work, lse_ptr, state, flat, row, stop)
-        # The output's registers are read next, and V's slot is released.
+        # Without the wait, the next lines would read unfinished output, and release V while the product still reads it.
         o = wait_products(pv, 0, BLOCK_D)
         o = o * spread(inverse, o)
         work.v.release(it - 1)
         store_tile(work, out, flat, row, work.q.tiles.index(work.q.slot(i, W)), o, stop)
         if Q_SLOTS == 1:
-            tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
+            tma.store_wait(0)  # Q's slot holds the output: without the wait the next Q would overwrite it
             work.q.release(i, W)
         t = work.todo.finish_next(t_next)
     if W > 0 and PARTS > 1:
-        skip_blocks(work, it, (count - own) * gl.cdiv(work.sk, BLOCK_N))
-    tma.store_wait(0)  # shared memory must live until TMA has read it
+        skip_blocks(work, it, (count - tiles) * gl.cdiv(work.sk, BLOCK_N))
+    tma.store_wait(0)  # without it another block could get this shared memory before TMA has read it
 
 
-# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
+# One kernel serves all sizes. Otherwise Triton would compile again for sizes that are 1 or multiples of 16.
 SIZES = ["sq", "sk", "back", "ahead", "tiles_m", "numbers", "heads", "group"]
 SIZES += ["whole", "row_bits", "schedule_stride", "offset", "eighths", "lse_wanted"]
 
@@ -162,27 +163,27 @@ def attention_step5(
 ):
     """Allocate rings and barriers, then start the roles: a producer warp and PLAN.consumers consumer warpgroups."""
     CONSUMERS: gl.constexpr = PLAN.consumers
-    # Registers of a thread: 65536 on a multiprocessor, of which a consumer leaves the producer's warpgroup 24 or 32.
+    # Registers of a consumer's thread. Of a multiprocessor's 65536 registers, they leave 24 or 32 for a thread of the producer.
     REGISTERS: gl.constexpr = 240 if CONSUMERS < 3 else 160 if CONSUMERS == 3 else 112
     PACKED: gl.constexpr = CASE.mask == "packed" or CASE.mask == "packed window"
     WINDOW: gl.constexpr = CASE.mask == "window" or CASE.mask == "packed window"
-    # With two tiles of Q, the next one is loaded while a tile is computed; two of 128 x 256 do not fit.
+    # With two slots, the next Q is loaded while a tile is computed. Two tiles of 128 x 256 do not fit into shared memory.
     q = allocate_ring(q_desc, 1 if CONSUMERS * PLAN.block_d == 512 else 2, CONSUMERS, 1, READY=1)
     k = allocate_ring(k_desc, PLAN.stages, 1, CONSUMERS, READY=1)
-    # V's slots are released half a block later than K's: with two of K, V has a third.
+    # Consumers release V's slots half a block later than K's slots. So V has three slots where K has two.
     v = allocate_ring(v_desc, 3 if PLAN.stages == 2 else PLAN.stages, 1, CONSUMERS, READY=1)
     PARTS: gl.constexpr = CONSUMERS if CASE.mask == "" else 1
     todo = Tiles(schedule, schedule_stride, tiles_m, numbers, whole, row_bits, CASE.dealt, PARTS)
     work = Work(sq, sk, back, ahead, offset, heads, group, lse_wanted, c, q, k, v, todo, PLAN, CASE, PACKED, WINDOW)
-    # A barrier takes 35 cycles to make. Those of the first loads are made; the others are while these loads are on their way.
-    fence_async_shared()  # TMA completes a barrier through the async proxy, and may otherwise find it as it was before
+    # The barriers of the first loads exist now. The other barriers are made while these loads run: each takes 35 cycles.
+    fence_async_shared()  # TMA completes a barrier through the async proxy: without the fence it may find old data there
     t = todo.first()[1]
     load_block(work, (q_desc, k_desc, v_desc), t, work.place(t), 0, 0, 0, True)
     for ring in gl.static_range(3):
         (q, k, v)[ring].make_barriers(1, (q, k, v)[ring].SLOTS)
     results = ((o_desc, out_ptr, eighths), lse_ptr)
-    # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
-    # registers that are left. With fewer consumers than four the last roles fall away.
+    # The lists: the roles with their arguments, then warps and registers of all roles but the first. The first role has four warps and
+    # the registers that the other roles leave. With fewer than four consumers the last roles do not exist.
     gl.warp_specialize(
         [
             (consumer, (work, results, 0)),
@@ -200,22 +201,22 @@ def attention_step5(
 def tile_schedule(
     blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device
 ) -> tuple[torch.Tensor, int]:
-    """The schedule of a head's tiles on the GPU, a row for each program, and the length of a row."""
+    """Return the schedule of the tiles on the GPU, with a row for each program, and the length of a row."""
     dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs)
-    # A row: how many tiles, the tiles, and one more, because a program reads ahead.
+    # A row has the number of tiles, the tiles, and one further entry, because a program reads one entry ahead.
     stride = max(map(len, dealt)) + 2
     table = [[len(tiles), *tiles, *[0] * (stride - 1 - len(tiles))] for tiles in dealt]
     return tensor_on(device, table), stride
 
 
-_graph_schedules: dict[int, torch.Tensor] = {}  # schedules that CUDA graphs read, by address
+_graph_schedules: dict[int, torch.Tensor] = {}  # {address: schedule that a CUDA graph reads}
 
 
 def make_launcher(handle: Callable, schedule: torch.Tensor | None) -> Callable:
-    """Return a launch that was made, to be repeated on (q, k, v, out, lse) like its own.
+    """Return a function that launches the kernel again, on (q, k, v, out, lse) with the layouts of the first launch.
 
-    A graph is replayed with the addresses that it was captured with. It keeps nothing alive that was there before, and
-    `tile_schedule` drops what is old: the programs would then read which tiles are theirs from another tensor's memory.
+    A CUDA graph reads the schedule at the address of its capture, and does not keep the schedule alive. `tile_schedule` forgets old
+    schedules. So this module keeps the schedules of graphs; otherwise the programs would read their tiles from freed memory.
     """
 
     def again(q, k, v, out, lse) -> None:
@@ -227,10 +228,10 @@ def make_launcher(handle: Callable, schedule: torch.Tensor | None) -> Callable:
 
 
 def launch(a: Arguments) -> Callable | None:
-    """Run the kernel on tensors of a GPU: a program on each multiprocessor, or one for each tile if those are fewer.
+    """Run the kernel on tensors of a GPU, with a program on each multiprocessor, or with fewer if there are fewer tiles.
 
     Returns:
-        The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
+        A function that launches the kernel again on (q, k, v, out, lse) of the same layouts; None where kernels are only simulated.
     """
     plan, causal, window = a.plan, a.causal, a.window
     if a.lengths:
@@ -245,11 +246,11 @@ def launch(a: Arguments) -> Callable | None:
     whole = tiles if mask else whole_tiles(tiles, plan.consumers, a.programs)
     numbers = whole + (tiles - whole) * plan.consumers
     programs = min(a.programs, numbers)
-    schedule, stride, row_bits = None, 0, (len(blocks) - 1).bit_length()  # row_bits: of the numbers of `deal_tiles`
+    schedule, stride, row_bits = None, 0, (len(blocks) - 1).bit_length()  # row_bits as in `deal_tiles`
     if tiles > programs and len(set(blocks)) > 1:  # causal, or a window
         work = blocks, a.heads_total, a.group, a.sk * plan.block_d * 4
         schedule, stride = tile_schedule(*work, programs, a.q.device)
-    case = Case(mask, schedule is not None, offset > 0 or len(a.lengths) > 1)
+    case = Case(mask, dealt=schedule is not None, overhang=offset > 0 or len(a.lengths) > 1)
     tensors = (*a.descriptors(), a.out, a.lse)
     table = schedule if schedule is not None else placeholder(a.q.device, torch.int32)
     tiling = len(blocks), numbers, a.heads, a.group, whole, row_bits, stride, offset
