@@ -1,8 +1,8 @@
 """Facts with their sources: the peak rates of each GPU, and the shape of the model that the labs take apart.
 
-Every tensor rate below is dense. Vendors also print the rate for 2:4 structured sparsity, and some print only this rate. It is twice
-as high, and an ordinary matrix product cannot reach it. 1 FMA counts as 2 FLOPs. The rates in 16 and 8 bits are for sums in FP32,
-as in torch.
+Every tensor rate below is dense. Vendors also print the rate for 2:4 structured sparsity, and some print only this
+rate. It is twice as high, and an ordinary matrix product cannot reach it. 1 FMA counts as 2 FLOPs. The rates in 16 and
+8 bits are for sums in FP32, as in torch.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def get_ridge_point(gpu_name: str, dtype: str = "fp16") -> float:
 def _gemma_config():
     from transformers import Gemma3TextConfig
 
-    # The values are from config.json of google/gemma-3-270m-it. Transformers 5 takes a rope entry for each layer type. The older
-    # arguments rope_theta, rope_local_base_freq and rope_scaling serve only to convert old files.
+    # The values are from config.json of google/gemma-3-270m-it. Transformers 5 takes a rope entry for each layer type.
+    # The older arguments rope_theta, rope_local_base_freq and rope_scaling serve only to convert old files.
     return Gemma3TextConfig(
         vocab_size=262_144,
         hidden_size=640,
@@ -172,8 +172,8 @@ def _gemma_config():
 class Gemma3TextConfig:
     """Stand-in for transformers' class of this name until the first use of `GEMMA_CONFIG`.
 
-    The import of transformers takes about as long as the import of torch, so the first use does it. Every use, such as reading an
-    attribute, makes the object a full instance of transformers' class.
+    The import of transformers takes about as long as the import of torch, so the first use does it. Every use, such as
+    reading an attribute, makes the object a full instance of transformers' class.
     """
 
     def __getattribute__(self, name: str):

@@ -1,4 +1,4 @@
-"""The values that a function reads beside its arguments: they keep a block mask valid, and the timer looks for tensors in them."""
+"""The values that a function reads beside its arguments. A change of them ends a block mask; the timer looks for tensors in them."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from utils.attention.gluon.plan import BLOCK_M, Plan
 class Arguments:
     """The tensors and options of one launch: q, out (B, H, Sq, D), k, v (B, Hkv, Sk, D), not empty, and the plan of the step.
 
-    lse: (B, H, Sq) in fp32; only a launch with return_lse writes it. window: 0 means no window. c: scale * log2(e). programs: the
-    number of blocks that the GPU runs at the same time, one on each multiprocessor.
+    lse: (B, H, Sq) in fp32; only a launch with return_lse writes it. window: 0 means no window. c: scale * log2(e).
+    programs: the number of blocks that the GPU runs at the same time, one on each multiprocessor.
     """
 
     q: torch.Tensor

@@ -50,8 +50,9 @@ def step(work, block, q, o, p, state, more, masked):
     if masked:
         s = work.mask(s, block)
 
-    # The wait for the next keys ends a basic block. Without it, ptxas moves the wait for P V above the exponentials, and nothing
-    # overlaps. Without the wait for P V, `o` would be read, and V's slot overwritten, while the product still uses them.
+    # The wait for the next keys ends a basic block. Without it, ptxas moves the wait for P V above the exponentials,
+    # and nothing overlaps. Without the wait for P V, `o` would be read, and V's slot overwritten, while the product
+    # still uses them.
     if len(state) == 1:
         p, rows = whole_softmax(s, state[0], work.c, dtype, WINDOW)
         work.k.wait_full(block.number + 1, pred=more)

@@ -1,14 +1,15 @@
 """Tables for packed sequences: where each tile of rows begins and ends, and which interval of columns each row sees.
 
-A query sees an interval of keys. Under every mask, the bounds of this interval only rise from query to query. So an interval of
-queries sees each key, and its bounds rise, too. In the forward pass rows are queries and columns are keys; in the backward pass
-rows are keys and columns are queries. Both passes read the same kind of table:
+A query sees an interval of keys. Under every mask, the bounds of this interval only rise from query to query. So an
+interval of queries sees each key, and its bounds rise, too. In the forward pass rows are queries and columns are keys;
+in the backward pass rows are keys and columns are queries. Both passes read the same kind of table:
 
     low, high    row i sees the columns low[i] <= j < high[i]; each array has S numbers
     tiles        four numbers for each tile of rows: its first row, the end of its rows, and two more
 
-In the backward pass, the last two numbers are the blocks of columns [lo, hi) that the tile's rows see. In the forward pass, they are
-the first key that the tile's first row sees, and the number of blocks from this key on. So this row sees the first block whole.
+In the backward pass, the last two numbers are the blocks of columns [lo, hi) that the tile's rows see. In the forward
+pass, they are the first key that the tile's first row sees, and the number of blocks from this key on. So this row sees
+the first block whole.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def run_step(
         if launch is not None:  # step 5 on a GPU
             forms, index, nothing = form(out) if lse is None else form(out, lse), q.device.index, placeholder(q.device)
 
-            def again(q, k, v):
+            def call_again(q, k, v):
                 # The addresses are not part of a layout: TMA may be unable to address these tensors.
                 if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
                     q, k, v = map(make_addressable, (q, k, v))
@@ -92,7 +92,7 @@ def run_step(
                 launch(q, k, v, out, *more or (nothing,))
                 return (out, *more) if more else out
 
-            CALLS[key] = again
+            CALLS[key] = call_again
     return (out, lse) if return_lse else out
 
 

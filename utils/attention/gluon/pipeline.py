@@ -123,7 +123,7 @@ class Tiles:
     tiles_m: gl.tensor
     numbers: gl.tensor
     whole: gl.tensor
-    row_bits: gl.tensor  # number of a dealt number's low bits: they are the row tile, the high bits are the head
+    row_bits: gl.tensor  # a dealt number has the row tile in its lowest `row_bits` bits, and the head above
     DEALT: gl.constexpr
     PARTS: gl.constexpr
 

@@ -126,7 +126,7 @@ def start_scores(q, k, DEPTH: gl.constexpr = 0, left=None, start=None):
 
 
 @builtin
-def in_flight(accumulator, _semantic=None):
+def view_sums(accumulator, _semantic=None):
     """Return the registers of a running product as a tensor, for `wait_products`."""
     return tensor(accumulator.handle, getattr(accumulator.type, "tensor_type", accumulator.type))
 
@@ -151,7 +151,7 @@ def wait_products(accumulator, LEFT: gl.constexpr, COLUMNS: gl.constexpr):
     """
     registers: gl.constexpr = COLUMNS // 2
     return gl.inline_asm_elementwise(
-        _wait_asm(LEFT), _in_place(registers), [in_flight(accumulator)], dtype=gl.float32, is_pure=False, pack=registers
+        _wait_asm(LEFT), _in_place(registers), [view_sums(accumulator)], dtype=gl.float32, is_pure=False, pack=registers
     )
 
 

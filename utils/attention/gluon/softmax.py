@@ -1,12 +1,14 @@
 """Step 5's softmax in the registers of one warpgroup. It computes 64 rows as one piece, or as two halves in turn.
 
-A warp of an m64 product holds 16 rows, and a thread holds elements of the rows r and r + 8. With one or two consumers, the rows r and
-the rows r + 8 are halves, and the wait for P V stands between the softmax of each half. The first half is packed and summed while
-the exponentials of the second half run. With three or four consumers, a thread has at most 160 registers: ptxas would move the wait
-before both halves, and nothing would overlap. So these consumers compute all rows as one piece. Scores are in base 2 (`shared.py`).
+A warp of an m64 product holds 16 rows, and a thread holds elements of the rows r and r + 8. With one or two consumers,
+the rows r and the rows r + 8 are halves, and the wait for P V stands between the two halves. The first half
+is packed and summed while the exponentials of the second half run. With three or four consumers, a thread has at most
+160 registers: ptxas would move the wait before both halves, and nothing would overlap. So these consumers compute all
+rows as one piece. Scores are in base 2 (`shared.py`).
 
-The maximum in use changes only when the true maximum exceeds it by 8 in base 2. Until then probabilities are at most 2^8. The result
-is exact nevertheless, because sum and output have the same factor. After the first blocks, hardly any warp must rescale its output.
+The maximum in use changes only when the true maximum exceeds it by 8 in base 2. Until then probabilities are at most
+2^8. The result is exact nevertheless, because sum and output have the same factor. After the first blocks, hardly any
+warp must rescale its output.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -113,7 +115,7 @@ def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.co
 
 @gluon.jit
 def normalizers(state, c, row):
-    """Return the tuples (1 / sum) and (row numbers, log-sum-exp), with an entry for all rows, or an entry for each half."""
+    """Return two tuples: of 1 / sum, and of (row numbers, log-sum-exp). Each has one entry, or an entry for each half."""
     if len(state) == 1:
         rows = state[0]
         inverse, lse = inverse_and_lse(rows.maximum, rows.total, c)

@@ -1,7 +1,8 @@
 """Step 1: FlashAttention's algorithm and nothing else. One warpgroup computes, and nothing overlaps.
 
-Four warps own 64 rows of queries. For each block of keys, they load K and V from global memory through registers into shared memory,
-multiply Q by K, compute the softmax, and multiply the probabilities by V. The warps wait for the end of each part before the next.
+Four warps own 64 rows of queries. For each block of keys, they load K and V from global memory through registers into
+shared memory, multiply Q by K, compute the softmax, and multiply the probabilities by V. The warps wait for the end of
+each part before the next.
 
     part       what                                   head dim 64    128    256
     tile       64 queries x BLOCK_N keys              64             64     32
@@ -114,8 +115,8 @@ def attention_step1(
         key = (n - 1 - i) * BLOCK_N
         k.store(load_rows(k_base, key, sk, k_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D))
         v.store(load_rows(v_base, key, sk, v_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D))
-        # The threads stored Q, K and V through the generic proxy, and wgmma reads them through the async proxy. Without the
-        # fence wgmma may read old data.
+        # The threads stored Q, K and V through the generic proxy, and wgmma reads them through the async proxy. Without
+        # the fence wgmma may read old data.
         fence_async_shared()
         thread_barrier()  # without it a warp would multiply rows that another warp has not stored yet
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)

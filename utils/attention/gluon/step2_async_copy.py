@@ -1,8 +1,8 @@
 """Step 2: asynchronous copies into two slots. The next block of keys arrives while the warps compute the current block.
 
-As step 1, but cp.async copies K and V directly from global into shared memory, 16 bytes for each thread. K and V have two slots each,
-so the copies of block i + 1 start before block i is computed. If computing a block takes longer than loading a block, the warps do
-not wait for memory. The threads still start every copy themselves, and compute its address.
+As step 1, but cp.async copies K and V directly from global into shared memory, 16 bytes for each thread. K and V have
+two slots each, so the copies of block i + 1 start before block i is computed. If computing a block takes longer than
+loading a block, the warps do not wait for memory. The threads still start each copy and compute its address.
 
     part       what                                   head dim 64    128    256
     tile       64 queries x BLOCK_N keys              64             64     32
@@ -112,8 +112,8 @@ def attention_step2(
         copy_rows(v_ring.index(1 - slot), v_base, next_key, sk, v_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
         async_copy.commit_group()
         async_copy.wait_group(1)  # without it this thread's copies of the current block could still be on their way
-        # The copies wrote through the generic proxy, and wgmma reads through the async proxy. Without the fence wgmma may read
-        # old data.
+        # The copies wrote through the generic proxy, and wgmma reads through the async proxy. Without the fence wgmma
+        # may read old data.
         fence_async_shared()
         thread_barrier()  # a thread waits only for its copies: without the barrier a warp would read unfinished rows
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)

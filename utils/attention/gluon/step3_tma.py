@@ -1,9 +1,9 @@
 """Step 3: TMA and mbarriers. One thread starts the copy of a whole tile, and an mbarrier completes when the tile has arrived.
 
-As step 2, but the copy engine (TMA) fetches a tile of K or V by its coordinates in a four-dimensional tensor. The threads need no
-addresses and no masks: elements outside of the tensor arrive as zeros, and TMA swizzles the tile for wgmma. An mbarrier for each slot
-counts the bytes. So the softmax has more registers and more issue slots. There is still one warpgroup: its four warps start the
-copies and compute, so a slot gets new rows only after all four warps have used it.
+As step 2, but the copy engine (TMA) fetches a tile of K or V by its coordinates in a four-dimensional tensor. The
+threads need no addresses and no masks: elements outside of the tensor arrive as zeros, and TMA swizzles the tile for
+wgmma. An mbarrier for each slot counts the bytes. So the softmax has more registers and more issue slots. There is
+still one warpgroup: its four warps start the copies and compute, so a slot gets new rows only after all of them used it.
 
     part       what                                   head dim 64    128    256
     tile       64 queries x BLOCK_N keys              128            128    64
@@ -83,8 +83,8 @@ def attention_step3(
     for i in gl.static_range(2):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-    # The threads initialized the mbarriers through the generic proxy, and TMA completes them through the async proxy. Without the
-    # fence TMA may find old data there. Without the barrier a warp could wait on an mbarrier that is not initialized.
+    # The threads initialized the mbarriers through the generic proxy, and TMA completes them through the async proxy.
+    # Without the fence TMA may find old data there. Without the barrier a warp could wait on an uninitialized mbarrier.
     fence_async_shared()
     thread_barrier()
 

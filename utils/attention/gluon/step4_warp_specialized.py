@@ -1,9 +1,9 @@
 """Step 4: warp specialization. A producer warp loads, and consumer warpgroups compute. Mbarriers pass the slots between them.
 
-The producer needs one warp and 24 or 32 registers for each thread. It runs ahead until the rings are full. Each consumer owns 64 rows
-of queries and gets the registers that the producer does not need. Consumers share K and V, so a tile serves 128 or 192 rows. While one
-consumer waits for its product, another consumer may compute its softmax. This overlap is left to chance; inside a consumer nothing
-overlaps yet.
+The producer needs one warp and 24 or 32 registers for each thread. It runs ahead until the rings are full. Each
+consumer owns 64 rows of queries and gets the registers that the producer does not need. Consumers share K and V, so a
+tile serves 128 or 192 rows. While one consumer waits for its product, another consumer may compute its softmax. This
+overlap is left to chance; inside a consumer nothing overlaps yet.
 
     part       what                                   head dim 64    128    256
     consumers  warpgroups x 64 query rows             3              2      2
@@ -56,8 +56,8 @@ def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.co
         slot = i % STAGES
         free = ((i // STAGES) & 1) ^ 1  # for a new barrier this phase counts as complete: the first round does not wait
         key = (n - 1 - i) * BLOCK_N
-        # Without the waits TMA would overwrite a K or V that a consumer still reads. `expect` comes before the copy: otherwise the
-        # bytes that arrive could complete the barrier's phase too early.
+        # Without the waits TMA would overwrite a K or V that a consumer still reads. `expect` comes before the copy:
+        # otherwise the bytes that arrive could complete the barrier's phase too early.
         mbarrier.wait(k_empty.index(slot), free)
         mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
         tma_load(k_desc, [batch, head // group, key, 0], k_full.index(slot), k_ring.index(slot))
@@ -166,8 +166,8 @@ def attention_step4(
     shape = (sq, sk, heads, group)
     loads = ((q_desc, k_desc, v_desc), rings, bars, shape)
     work = (o_desc, lse_ptr, rings, bars, shape, c)
-    # The first role has the four warps of the launch, and the registers that the other roles leave. With two consumers the last
-    # role does not exist.
+    # The first role has the four warps of the launch, and the registers that the other roles leave. With two consumers
+    # the last role does not exist.
     gl.warp_specialize(
         [
             (consumer, (work, 0, STAGES, CAUSAL, LSE)),

@@ -1,9 +1,9 @@
 """Step 5, the fastest: FlashAttention's forward for Hopper, with products beside the softmax and a persistent grid.
 
-One block stays on each SM and walks over tiles of query rows. Its producer warp loads Q, K and V by TMA, as far ahead as the rings in
-shared memory allow. One to four consumer warpgroups own 64 rows each. A consumer starts the products Q K(i) and P V(i-1), waits only
-for the scores, and computes their softmax while P V(i-1) still runs. Scores, probabilities and output stay in registers. The blocks
-of keys are computed from the last to the first, so the masked blocks of a causal tile come first.
+One block stays on each SM and walks over tiles of query rows. Its producer warp loads Q, K and V by TMA, as far ahead
+as the rings in shared memory allow. One to four consumer warpgroups own 64 rows each. A consumer starts Q K(i) and
+P V(i-1), waits only for the scores, and computes their softmax while P V(i-1) still runs. Scores, probabilities and
+output stay in registers. Blocks of keys are computed from the last to the first: masked blocks come first.
 
     part          what                                         head dim 64      128              256
     consumers     warpgroups x 64 query rows                   3                2                2
@@ -14,13 +14,13 @@ of keys are computed from the last to the first, so the masked blocks of a causa
 
 On an H200: 1.02 to 1.06 times as fast as the best of cuDNN, FlashAttention 3 and 4 (docs/kernels/attention.md).
 
-With two tiles of Q, the producer loads the next tile while the consumers compute this tile. If full attention leaves few tiles for
-the last round, all programs share these tiles, 64 rows each (`plan.whole_tiles`). Only blocks that contain the diagonal, the window's
-edge or the last key are masked. Causal tiles begin where only a tile's first block contains the diagonal and the last key. So without
-a window the loop has no mask.
+With two tiles of Q, the producer loads the next tile while the consumers compute this tile. If full attention leaves
+few tiles for the last round, all programs share these tiles, 64 rows each (`plan.whole_tiles`). Only blocks that
+contain the diagonal, the window's edge or the last key are masked. Causal tiles begin where only a tile's first block
+contains the diagonal and the last key. So without a window the loop has no mask.
 
-`blocks.py` computes a block of keys, and `softmax.py` its softmax. `pipeline.py` has rings and masks, `transfers.py` loads and stores,
-`plan.py` the other plans and the order of the tiles.
+`blocks.py` computes a block of keys, and `softmax.py` its softmax. `pipeline.py` has rings and masks, `transfers.py`
+loads and stores, `plan.py` the other plans and the order of the tiles.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def consumer(work, results, W: gl.constexpr):
         work.k.wait_full(it, pred=n > 1)  # without it the first step would read old keys
         for j in range(1, n):
             block = Block(it, row, base + (hi - 1 - j) * BLOCK_N)
-            # Each step waits for the keys of the next step. Without a window only the first block needs a mask (`plan.row_offset`).
+            # Each step waits for the keys of the next step. Without a window only a tile's first block needs a mask.
             masked = WINDOW and ((j < right) | (j >= edge))
             o, p, state = step(work, block, (q, left), o, p, state, j + 1 < n, masked)
             it += 1
@@ -182,8 +182,8 @@ def attention_step5(
     for ring in gl.static_range(3):
         (q, k, v)[ring].make_barriers(1, (q, k, v)[ring].SLOTS)
     results = ((o_desc, out_ptr, eighths), lse_ptr)
-    # The lists: the roles with their arguments, then warps and registers of all roles but the first. The first role has four warps and
-    # the registers that the other roles leave. With fewer than four consumers the last roles do not exist.
+    # The lists: the roles with their arguments, then warps and registers of all roles but the first. The first role has
+    # four warps and the registers that the other roles leave. With fewer consumers the last roles do not exist.
     gl.warp_specialize(
         [
             (consumer, (work, results, 0)),
@@ -215,16 +215,17 @@ _graph_schedules: dict[int, torch.Tensor] = {}  # {address: schedule that a CUDA
 def make_launcher(handle: Callable, schedule: torch.Tensor | None) -> Callable:
     """Return a function that launches the kernel again, on (q, k, v, out, lse) with the layouts of the first launch.
 
-    A CUDA graph reads the schedule at the address of its capture, and does not keep the schedule alive. `tile_schedule` forgets old
-    schedules. So this module keeps the schedules of graphs; otherwise the programs would read their tiles from freed memory.
+    A CUDA graph reads the schedule at the address of its capture, and does not keep the schedule alive. `tile_schedule`
+    forgets old schedules. So this module keeps the schedules of graphs; otherwise the programs would read their tiles
+    from freed memory.
     """
 
-    def again(q, k, v, out, lse) -> None:
+    def launch_again(q, k, v, out, lse) -> None:
         if schedule is not None and torch.cuda.is_current_stream_capturing():
             _graph_schedules[schedule.data_ptr()] = schedule
         handle(q, k, v, out, out, lse)
 
-    return again
+    return launch_again
 
 
 def launch(a: Arguments) -> Callable | None:

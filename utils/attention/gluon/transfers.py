@@ -40,7 +40,7 @@ def producer(work, descriptors):
         n = place[4] - place[3]
         begin = (i == 0).to(gl.int32)  # the loads of the first tile's Q and first block started before the roles
         it += begin
-        # A tile's Q is loaded with block number `ahead`. A single slot of Q becomes empty late, after the last tile's output has left.
+        # A tile's Q is loaded with block `ahead`. A single slot of Q becomes empty only after the previous tile's output has left.
         ahead = gl.minimum(i, gl.minimum(n, 2) - 1) if work.q.SLOTS == 1 else 0
         for j in range(begin, n):
             load_block(work, descriptors, t, place, i, it, j, j == ahead)
@@ -52,8 +52,8 @@ def producer(work, descriptors):
 def store_tile(work, out, flat, row, tile, o, stop):
     """Store 64 rows of the output through a tile in shared memory, by TMA where that is possible.
 
-    If the first row is before the first query, a store by TMA is an illegal instruction. If the last row is behind `stop`, it belongs
-    to the next packed sequence. In both cases the threads store the rows.
+    If the first row is before the first query, a store by TMA is an illegal instruction. If the last row is behind
+    `stop`, it belongs to the next packed sequence. In both cases the threads store the rows.
     """
     o_desc, out_ptr, eighths = out
     BLOCK_D: gl.constexpr = o.shape[1]

@@ -28,7 +28,6 @@ from utils.attention.gluon.backward.pipeline import SIZES, Part, allocate_work, 
 from utils.attention.gluon.backward.shares import leave_part, make_share
 from utils.attention.gluon.shared import (
     accumulator,
-    in_flight,
     keep_columns,
     left_operand,
     meet,
@@ -36,6 +35,7 @@ from utils.attention.gluon.shared import (
     start_scores,
     thread_barrier,
     tma_store,
+    view_sums,
     wait_products,
 )
 from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
@@ -128,9 +128,9 @@ def start_masked_scores(work, bounds, clean, m, i):
         keys: gl.constexpr = gl.SliceLayout(1, layout)
         low, high = bounds.index(0).load(keys) - m * BLOCK_M, bounds.index(1).load(keys) - m * BLOCK_M
         start = keep_columns(gl.zeros([128, BLOCK_M], gl.float32, layout), low, high)
-        s = in_flight(start_scores(k, q, PLAN.depth, None, start * gl.where(work.c < 0, -1.0, 1.0)))
+        s = view_sums(start_scores(k, q, PLAN.depth, None, start * gl.where(work.c < 0, -1.0, 1.0)))
     else:
-        s = in_flight(start_scores(k, q, PLAN.depth))
+        s = view_sums(start_scores(k, q, PLAN.depth))
     return s
 
 
