@@ -33,7 +33,6 @@ import functools
 import itertools
 import math
 import time
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -466,7 +465,7 @@ def gemm(a, b, block=64):
         BLOCK_M=block, BLOCK_N=block, BLOCK_K=32,
     )
     return c
-### TESTS q1_5_tests, 5 points: check_gemm_triton(Path("gemm_triton.py").read_text())
+### TESTS q1_5_tests, 5 points: check_gemm_triton(text_of("gemm_triton.py"))
 
 # %%
 if kernels := compiled_file("gemm_triton.py"):
@@ -1305,8 +1304,7 @@ def kernels_per_step(fn) -> int:
 gelu_input = torch.randn(2**26 if on_gpu else 2**22, device=device, dtype=dtype)
 print(f"{gelu_input.numel():,} elements in {dtype_name}")
 ways = {"by hand": gelu_by_hand, "F.gelu": lambda t: F.gelu(t, approximate="tanh")}
-compiler = compile_support()
-if compiler:
+if compiler := compile_support():
     ways["by hand, compiled"] = torch.compile(gelu_by_hand, dynamic=False)
 else:
     print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
@@ -1329,7 +1327,7 @@ keep("gelu", gelu_table)
 plot_beside("gelu", ["speed-up"], title="GELU: how many times faster than by hand")
 
 # %%
-if compiler:
+if compile_support():
     print("compiling the decoder layer: about 10 s the first time ...", flush=True)
     both = {"eager": prefill_call(1, 512), "compiled": prefill_call(1, 512, compiled=True)}
     verdict = compare(*both.values(), labels=tuple(both), queue_ahead=False, device=device, **TIMES)
@@ -1926,7 +1924,7 @@ def flash(q, k, v, block_m=64, block_n=64):
         D=q.shape[2], BLOCK_M=block_m, BLOCK_N=block_n,
     )
     return o
-### TESTS bonus_5_6_tests, 5 points: check_flash_triton(Path("flash_triton.py").read_text())
+### TESTS bonus_5_6_tests, 5 points: check_flash_triton(text_of("flash_triton.py"))
 
 # %% [markdown]
 # **Before you run.** On a GPU, at the longest length of Question 5.3: how much of the library's speed will your kernel reach,

@@ -20,6 +20,9 @@ from IPython.display import display
 from matplotlib.ticker import MaxNLocator
 
 from utils.benchmark.profiling import TraceEvent, read_trace
+from utils.checking import AnswerNeeded
+from utils.checking.missing import watch_cells
+from utils.checking.verdicts import raises_not_implemented
 from utils.files import ROOT, output_path, recorded_table
 from utils.machine.environment import environment
 from utils.visualization import series, style_axes
@@ -31,6 +34,8 @@ NEAR = 0.25  # a guess of a number counts for you if it is off by a quarter at m
 results: dict[str, list[dict]] = {}  # this run's tables, saved at the end
 guesses: dict[str, object] = {}  # your predictions; a measured value is printed beside its guess
 outcomes: dict[str, object] = {}  # what came out, by the same names
+
+watch_cells()
 
 
 def beside_guess(what: str, measured: object) -> None:
@@ -150,6 +155,20 @@ def inside_of_last(trace: str | Path, name: str, without: str = "") -> list[Trac
     names = ["generated kernel" if "CompiledFxGraph" in e.name else e.name.removeprefix(without) for e in inside]
     lanes = [re.sub(r"thread \d+", "CPU", event.lane) for event in inside]
     return [replace(event, name=n, lane=lane) for event, n, lane in zip(inside, names, lanes, strict=True)]
+
+
+def text_of(file: str) -> str:
+    """Return the text of an exercise's file."""
+    if not Path(file).exists():
+        raise AnswerNeeded(f"{file} is not there: run the cell that begins with %%writefile {file}.")
+    return Path(file).read_text()
+
+
+def answered(file: str) -> str:
+    """Return the text of an exercise's file; `AnswerNeeded` while its hole is still there."""
+    if raises_not_implemented(text := text_of(file)):
+        raise AnswerNeeded(f"This cell needs {file}: answer its question first, and run its cell.")
+    return text
 
 
 def small_task(
