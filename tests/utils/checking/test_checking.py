@@ -24,7 +24,7 @@ from utils.checking import (
     quiet_stderr,
     visible,
 )
-from utils.checking.missing import Watch, missing_answer
+from utils.checking.missing import missing_answer, watch_cells
 
 # --- verdicts ---
 
@@ -174,6 +174,10 @@ def test_a_stub_of_triton_is_seen_through():
     assert not is_answered(triton.jit(_stub)) and is_answered(triton.jit(_guarded))
 
 
+def _of_two(gone, text: str = ""):
+    pass
+
+
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
@@ -185,21 +189,21 @@ def test_a_stub_of_triton_is_seen_through():
         ("for stub in [1]:\n    print(stub)", None),
         ("value = [stub(i) for i in range(3)]", "This cell needs Question 1.2 (stub): answer it first."),
         ("check_bonus(gone)", "This cell needs Bonus 1.6 (gone), and there is no gone. Run the cells above"),
-        ("unknown(1)", None),  # a NameError says that
+        ("unknown(1), text", None),  # a NameError says that; the text of a file is no answer
     ],
 )
 def test_a_cell_says_which_answer_it_needs(cell, message):
     names = {"gemm": _guarded, "stub": _stub, "check_two": visible("1.2")(lambda stub, gemm: None)}
-    names["check_bonus"] = visible("Bonus 1.6")(lambda gone: None)
+    names["check_bonus"] = visible("Bonus 1.6")(_of_two)
     said = missing_answer(ast.parse(cell), names)
     assert said == message or (message and said.startswith(message))
 
 
-def test_a_notebook_stops_before_the_cell():
+def test_a_notebook_stops_before_the_cell(monkeypatch):
     """The cell's first statements do not run, and the error has its own words."""
-    interactive = pytest.importorskip("IPython.core.interactiveshell")
-    shell = interactive.InteractiveShell()
-    shell.ast_transformers.append(Watch(shell.user_ns))
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    watch_cells()
     shell.user_ns |= {"stub": _stub, "check_one": visible("1.2")(lambda stub: None)}
     result = shell.run_cell("before = 1\nstub()")
     assert isinstance(result.error_in_exec, AnswerNeeded) and "before" not in shell.user_ns

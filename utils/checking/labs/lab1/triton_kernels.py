@@ -67,7 +67,7 @@ def _launched(source: str, launcher: str, cases: dict[str, tuple], steps: dict[s
 
 
 @visible("1.5", "GEMM in Triton")
-def check_gemm_triton(file_text: str):
+def check_gemm_triton(source: str):
     """Check whole blocks, edges, and matrices that are not contiguous."""
     cases = {}
     for name, (m, n, k) in (
@@ -80,9 +80,9 @@ def check_gemm_triton(file_text: str):
         cases[f"({m}, {k}) @ ({k}, {n}), {name}"] = case
     # The launcher's C is every other column of a wider matrix here: whoever forgets a stride of it writes elsewhere.
     given = "torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)"
-    file_text = file_text.replace(given, given.replace("b.", "2 * b.") + "[:, ::2]")
+    source = source.replace(given, given.replace("b.", "2 * b.") + "[:, ::2]")
     steps = {name: -(-a.shape[1] // 32) for name, (a, _) in cases.items()}
-    for name, got in _launched(file_text, "gemm", cases, steps).items():
+    for name, got in _launched(source, "gemm", cases, steps).items():
         a, b = cases[name]
         last = (a.shape[1] - 1) // 32 * 32
         known = {
@@ -106,7 +106,7 @@ def flash_inputs(draw, queries: int, keys: int, d: int, size: float, dtype: torc
 
 
 @visible("Bonus 5.6", "Flash attention in Triton")
-def check_flash_triton(file_text: str):
+def check_flash_triton(source: str):
     """Check whole and broken blocks, large scores, fp16, and another layout; no two sides of a tile are equal."""
     cases: dict[str, tuple] = {}
     for queries, keys, size, kind, words in (
@@ -123,7 +123,7 @@ def check_flash_triton(file_text: str):
         name = f"flash of 3 heads, {queries} queries and {keys} keys, in blocks of 32 and 16, {words}"
         cases[name] = (*tensors, 32, 16)
     steps = {name: 2 * -(-case[1].shape[1] // 16) for name, case in cases.items()}
-    for name, got in _launched(file_text, "flash", cases, steps).items():
+    for name, got in _launched(source, "flash", cases, steps).items():
         q, k, v = cases[name][:3]
         right = F.scaled_dot_product_attention(q.double(), k.double(), v.double()).to(q.dtype)
         hint = flash_mistake(got, q, k, v, 16) if isinstance(got, torch.Tensor) and got.shape == q.shape else ""

@@ -86,49 +86,47 @@ def check_owner(owner):
 
 
 @visible("2.2", "Transpose")
-def check_transpose(file_text):
+def check_transpose(text: str):
     """Whole and incomplete tiles, with rows that lie side by side and apart."""
     sizes = ((32, 64), (96, 32), (3, 65), (33, 1), (45, 70))
-    rules.transpose(
-        file_text, [transpose_launch(m, n, spare=spare) for m, n in sizes for spare in (0, 3)], compiles=True
-    )
+    rules.transpose(text, [transpose_launch(m, n, spare=spare) for m, n in sizes for spare in (0, 3)], compiles=True)
 
 
 @visible("3.1", "cp.async pipeline")
-def check_async_copy(file_text):
+def check_async_copy(text: str):
     """One to four slots."""
     tries = [async_copy_launch(*sizes) for sizes in ((2051, 5, 2), (700, 3, 1), (1089, 4, 4), (2001, 4, 3))]
     rules.async_copy(
-        file_text, tries, lambda stages, tiles: async_copy_launch(256 * tiles, tiles, stages), (1, 3), TWO, True
+        text, tries, lambda stages, tiles: async_copy_launch(256 * tiles, tiles, stages), (1, 3), TWO, True
     )
 
 
 @visible("3.2", "TMA ring")
-def check_tma_ring(file_text):
+def check_tma_ring(text: str):
     """One to four slots, also with fewer tiles than slots."""
     sizes = ((16, 320, 2, HALF), (19, 72, 4, HALF), (16, 192, 1, HALF), (40, 440, 3, BRAIN))
     tries = [tma_ring_launch(*each) for each in sizes]
-    rules.tma_ring(file_text, tries, lambda stages, tiles: tma_ring_launch(16, 64 * tiles, stages), (1, 3), TWO, True)
+    rules.tma_ring(text, tries, lambda stages, tiles: tma_ring_launch(16, 64 * tiles, stages), (1, 3), TWO, True)
 
 
 @visible("Bonus 3.4", "Repair")
-def check_repairs(file_text, repairs):
+def check_repairs(text: str, repairs):
     """Three rings in four timings; the file with the repairs is written, so that a report's lines can be found."""
-    file_text = rules.repaired(file_text, repairs())
-    Path("lab3_repaired.py").write_text(file_text)
-    rules.repairs(file_text, [repair_launch(stages) for stages in (2, 1, 3)], repair_launch, (1, 3), (None, 1, 2, 3))
+    text = rules.repaired(text, repairs())
+    Path("lab3_repaired.py").write_text(text)
+    rules.repairs(text, [repair_launch(stages) for stages in (2, 1, 3)], repair_launch, (1, 3), (None, 1, 2, 3))
 
 
 @visible("4.1", "The first wgmma")
-def check_wgmma(file_text):
+def check_wgmma(text: str):
     """Several sizes and dtypes, and sums that 16 bits cannot hold."""
     sizes = ((64, 128, 64, 128, BRAIN), (129, 520, 72, 128, BRAIN), (100, 72, 200, 32, HALF))
-    rules.matmul(file_text, [wgmma_launch(*each) for each in sizes], TWO, compiles=True)
-    rules.cancelling(file_text, [wgmma_launch(40, 72, 192, 64, HALF, cancelling())])
+    rules.matmul(text, [wgmma_launch(*each) for each in sizes], TWO, compiles=True)
+    rules.cancelling(text, [wgmma_launch(40, 72, 192, 64, HALF, cancelling())])
 
 
 @visible("5.1", "Online softmax in a kernel")
-def check_softmax(file_text):
+def check_softmax(text: str):
     """Edges of the mask, large scores, and scores that fall or rise from block to block."""
     inputs = (
         edge_inputs(70, 3, dtype=HALF),
@@ -139,23 +137,21 @@ def check_softmax(file_text):
         falling_inputs(True),
         attention_inputs(2, 100, 200, 128, dtype=HALF),
     )
-    attention_rules.softmax(
-        file_text, [attention_launch("lab3_softmax.py", 64, *each) for each in inputs], compiles=True
-    )
+    attention_rules.softmax(text, [attention_launch("lab3_softmax.py", 64, *each) for each in inputs], compiles=True)
 
 
 @visible("5.2", "Producer and consumers")
-def check_specialized(file_text):
+def check_specialized(text: str):
     """One to three slots in three timings."""
     tries = [
         attention_launch("lab3_specialized.py", 128, *edge_inputs(sq, sk, dtype=dtype), STAGES=stages)
         for sq, sk, stages, dtype in ((128, 257, 2, BRAIN), (70, 193, 1, BRAIN), (100, 195, 3, HALF))
     ]
-    attention_rules.specialized(file_text, tries, (None, 1, 2), compiles=True)
+    attention_rules.specialized(text, tries, (None, 1, 2), compiles=True)
 
 
 @visible("5.3", "Overlap")
-def check_overlap(file_text):
+def check_overlap(text: str):
     """Two and three slots, large scores, and how much of the softmax runs under a product."""
     inputs = (
         (edge_inputs(128, 257), 2),
@@ -163,23 +159,23 @@ def check_overlap(file_text):
         (edge_inputs(100, 195, dtype=HALF), 3),
     )
     attention_rules.overlapped(
-        file_text, [overlap_launch(*each, stages=stages) for each, stages in inputs], TWO, compiles=True
+        text, [overlap_launch(*each, stages=stages) for each, stages in inputs], TWO, compiles=True
     )
-    (run,) = attention_rules.overlapped(file_text, [overlap_launch(*attention_inputs(1, 128, 512, d=128))], (None,))
+    (run,) = attention_rules.overlapped(text, [overlap_launch(*attention_inputs(1, 128, 512, d=128))], (None,))
     attention_rules.expect_share(run)
 
 
 @visible("Bonus 6.1", "The same product by tcgen05")
-def check_tcgen05(file_text):
+def check_tcgen05(text: str):
     """The sizes of 4.1, with tiles of 128 rows."""
     sizes = ((128, 128, 64, 128, BRAIN), (200, 264, 136, 128, BRAIN), (100, 72, 200, 32, HALF))
-    rules.matmul(file_text, [tcgen05_launch(*each) for each in sizes], TWO)
-    rules.cancelling(file_text, [tcgen05_launch(40, 72, 192, 64, HALF, cancelling())])
+    rules.matmul(text, [tcgen05_launch(*each) for each in sizes], TWO)
+    rules.cancelling(text, [tcgen05_launch(40, 72, 192, 64, HALF, cancelling())])
 
 
 @visible("Bonus 6.2", "Two softmaxes")
-def check_two_softmax(file_text):
+def check_two_softmax(text: str):
     """One to four blocks of keys in three timings; scores that rise, so that O has to shrink."""
     tries = [two_softmax_launch(*edge_inputs(sq, sk)) for sq, sk in ((256, 257), (200, 70))]
     tries.append(two_softmax_launch(*attention_inputs(1, 130, 512, 64, 20.0)))
-    attention_rules.two_softmax(file_text, tries, (None, 1, 2))
+    attention_rules.two_softmax(text, tries, (None, 1, 2))
