@@ -691,7 +691,7 @@ for name in ("A100", "H200", "B200"):
 query_lens = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 tensors = {n: random_qkv(2, heads, n, 64, kv_length=kv_long) for n in query_lens}
 timed = time_in_turn({n: pinned("flash", *qkv) for n, qkv in tensors.items()}, iterations=9)
-rows = [{"queries": n, "ms": m.median_ms, "from": m.interval_ms[0], "to": m.interval_ms[1], "ms a query": m.median_ms / n}
+rows = [{"queries": n, "ms": m.median_ms, "95% from": m.interval_ms[0], "95% to": m.interval_ms[1], "ms a query": m.median_ms / n}
         for n, m in timed.items()]
 results["queries"] = rows
 at = get_ridge_point("H200", "bf16")
