@@ -102,7 +102,7 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # The rest goes the same way: read, write below `# YOUR CODE HERE`, run the check. A check names the
 # mistakes that it knows. Later, your answers also meet other shapes, dtypes and sizes.
 #
-# - **Run the cells in order.** After a restart, run the setup cell; the others say what they need: their first line asks.
+# - **Run the cells in order**, also after a restart. A cell that needs an answer says which.
 # - **Predict first.** Where it says *Before you run*, write your guess into the line `guesses[...] = None`. What was measured
 #   is printed beside it, with the score: you against the machine. A wrong guess teaches more than none.
 # - **Solve it the ordinary way, and you will never meet a rule.** What a check counts is folded below its question; hints, too.
