@@ -25,7 +25,7 @@ from instructor.course import Score
 from instructor.names import FILE_CELL, bound_names, python_of, used_names
 from instructor.points import lab_path
 from utils.checking import Verdict, is_answered
-from utils.checking.missing import missing_answer
+from utils.checking.verdicts import missing_answer
 
 
 @dataclass(frozen=True)

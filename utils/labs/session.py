@@ -21,8 +21,7 @@ from matplotlib.ticker import MaxNLocator
 
 from utils.benchmark.profiling import TraceEvent, read_trace
 from utils.checking import AnswerNeeded
-from utils.checking.missing import watch_cells
-from utils.checking.verdicts import raises_not_implemented
+from utils.checking.verdicts import raises_not_implemented, watch_cells
 from utils.files import ROOT, output_path, recorded_table
 from utils.machine.environment import environment
 from utils.visualization import series, style_axes
@@ -133,9 +132,10 @@ def plot_bars(tables: Mapping[str, pd.DataFrame], columns: Sequence[str], label:
         words = table[[label] if isinstance(label, str) and label else label or [table.columns[0]]]
         names = words.replace({True: "causal", False: "full"}).astype(str).agg(", ".join, axis=1).tolist()
         kinds = next((table[kind] for kind in ("backend", "ran") if kind in table), words.iloc[:, 0])
+        other = "0.5" if {*kinds} & {*COLORS} else series(i).color  # beside backends' colours, grey is no backend
         for ax, column in zip(grid[i], columns, strict=True):
             values = table[column].astype(float) if column in table else pd.Series(math.nan, table.index)
-            bars = ax.barh(range(len(table)), values, color=[COLORS.get(kind, series(i).color) for kind in kinds])
+            bars = ax.barh(range(len(table)), values, color=[COLORS.get(kind, other) for kind in kinds])
             marks = ["" if math.isnan(v) else f"{v:,.0f}" if v >= 1000 else f"{v:.3g}" for v in values]
             ax.bar_label(bars, marks, padding=3, fontsize=8)
             ax.set_ylim(len(table) - 0.5, -0.5)

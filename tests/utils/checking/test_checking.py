@@ -24,7 +24,7 @@ from utils.checking import (
     quiet_stderr,
     visible,
 )
-from utils.checking.missing import missing_answer, watch_cells
+from utils.checking.verdicts import missing_answer, watch_cells
 
 # --- verdicts ---
 
