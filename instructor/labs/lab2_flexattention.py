@@ -1253,7 +1253,8 @@ plot_beside("layout", ["measured"], title="The same pairs in two orders")
 # {hint idea} A block is computed whole or not at all, and every row of blocks has a fixed cost.
 # {hint plan} Look for the place in the sweep where *of pairs* falls while *of blocks* does not; for the block sizes side by
 # side at one document length; and for the smallest *of blocks*. Then the row *order of arrival* of the layout.
-# {hint line} For 3, write down what a row of blocks does before its first block and after its last one, and divide it by the number of blocks that it visits. Partial blocks and uneven rows cost, too.
+# {hint line} For 3, write down what a row of blocks does before its first block and after its last one, and divide it by
+# the number of blocks that it visits. Partial blocks and uneven rows cost, too.
 
 # %% [markdown] nbgrader={"grade_id": "q7_2", "grade": true, "solution": true, "points": 4}
 # 1. That of the pairs: a block is computed whole, so documents of half a block reach at most half of the pairs' promise,
