@@ -615,7 +615,7 @@ show_recorded_fences()
 # 4. From your picture of slots: from how many on do more slots gain less than 5 %? Which number sets that point?
 #
 # {hint plan} 1: compare the bits of phases 0, 1, 2; then ask how far the waiting side can fall behind in a ring. 2: which
-# instruction makes the read come after the copy? 3: who may start at once? 4: find the row in your table, then compute
+# instruction makes the read come after the copy? 3: who may start at once? 4: find the bar in your picture, then compute
 # latency times bandwidth.
 # {hint line} In 4 use the cost model's own numbers: 600 cycles and 20 bytes per cycle, and divide by the size of a slot.
 
