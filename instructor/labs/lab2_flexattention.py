@@ -998,7 +998,7 @@ plot_cliff()
 # few lengths, and each text is padded to the smallest that holds it.
 #
 # `bucketed_attention(attend, q, k, v, buckets)`; `q`, `k`, `v` are (B, H, S, D), `buckets` a list in any order.
-# - Pad at the end, to the smallest bucket that holds S tokens; if there is none, raise a `ValueError`.
+# - Pad at the end, to the smallest bucket that holds S tokens; else raise a `ValueError`.
 # - Call `attend(q, k, v, mask_mod)` **once**, with a `mask_mod` that hides the padded keys. Return its result without the padding.
 # - **The next length needs no new kernel.** A Python number that a mask captures is a constant of the kernel, a tensor is an
 #   argument.
