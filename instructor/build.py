@@ -16,7 +16,6 @@ import nbformat
 from nbformat import NotebookNode
 
 from instructor.hints import fill_hints
-from instructor.needs import find_needs
 from instructor.points import Question, fill_points, find_questions
 from instructor.source import REGIONS, Cell, Lab, LabError, parse_code, read_lab
 from utils.files import ROOT, repository_address
@@ -82,15 +81,12 @@ def instructor_notebook(lab: Lab) -> NotebookNode:
         language_info={"name": "python"},
     )
     repeats: dict[str, int] = {}
-    needs = find_needs(lab)
+    first_answer = next((place for place, cell in enumerate(lab.cells) if cell.role == "answer"), len(lab.cells))
     for place, cell in enumerate(lab.cells):
         make = getattr(nbformat.v4, f"new_{cell.cell_type}_cell")
         node = make(cell.source, id=_cell_id(cell, repeats))
-        needed = needs.get(place)
-        if needed:
-            node.source = needed.line + node.source
-        raises = _raises_untouched(cell) or bool(needed and (needed.answers or needed.files))
-        tags = sorted({*cell.tags, MAY_RAISE} if raises else cell.tags)
+        may_raise = cell.cell_type == "code" and place >= first_answer  # an answer may be missing, or wrong
+        tags = sorted({*cell.tags, MAY_RAISE} if may_raise else cell.tags)
         if tags:
             node.metadata["tags"] = tags
         if COLLAPSED in tags or (cell.role == "tests" and "\ndef " in cell.source):
@@ -108,17 +104,6 @@ def _cell_id(cell: Cell, repeats: dict[str, int]) -> str:
     digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
     repeats[digest] = repeats.get(digest, 0) + 1
     return digest if repeats[digest] == 1 else f"{digest}-{repeats[digest]}"
-
-
-def _raises_untouched(cell: Cell) -> bool:
-    """True if the cell raises as long as its answer, or one it builds on, is missing."""
-    if cell.cell_type != "code":
-        return False
-    lines = cell.source.splitlines()
-    top_level_stub = any(
-        region.kind == "SOLUTION" and not lines[region.first].startswith((" ", "\t")) for region in cell.regions
-    )
-    return cell.role == "tests" or top_level_stub
 
 
 def student_notebook(instructor: NotebookNode) -> NotebookNode:
@@ -179,8 +164,7 @@ def _student_problems(lab: Lab, student: NotebookNode, secrets: dict[str, tuple[
                 f"notebook in {' and '.join(map(lab.at, seen))}. Reword one of them, or end the secret line in "
                 f"{PUBLIC!r}."
             )
-    needs = find_needs(lab)
-    for place, (cell, node) in enumerate(zip(lab.cells, student.cells, strict=True)):
+    for cell, node in zip(lab.cells, student.cells, strict=True):
         if cell.cell_type == "code":
             try:
                 parse_code(node.source)
@@ -189,8 +173,7 @@ def _student_problems(lab: Lab, student: NotebookNode, secrets: dict[str, tuple[
                     f"{lab.at(cell)}: without the solution the cell is no valid Python: {error.msg} "
                     f"(line {error.lineno} of the students' cell)."
                 )
-        generated = needs[place].line if place in needs else ""
-        if cell.source.strip() and not node.source.removeprefix(generated.rstrip()).strip():
+        if cell.source.strip() and not node.source.strip():
             problems.append(f"{lab.at(cell)}: nothing of the cell is left for students; keep one visible line.")
         if node.get("outputs"):
             problems.append(f"{lab.at(cell)}: the students' cell has outputs.")

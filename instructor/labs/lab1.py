@@ -33,7 +33,6 @@ import functools
 import itertools
 import math
 import time
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -103,23 +102,16 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # The rest goes the same way: read, write below `# YOUR CODE HERE`, run the check. A check names the
 # mistakes that it knows. Later, your answers also meet other shapes, dtypes and sizes.
 #
-# - **Run the cells in order.** After a restart, run the setup cell; the others say what they need: their first line asks.
+# - **Run the cells in order**, also after a restart. A cell that needs an answer says which.
 # - **Predict first.** Where it says *Before you run*, write your guess into the line `guesses[...] = None`. What was measured
 #   is printed beside it, with the score: you against the machine. A wrong guess teaches more than none.
-# - **Solve it the ordinary way, and you will never meet a rule.** What a check counts is folded below its question; hints, too.
+# - What a check counts is folded below its question; hints, too.
 #
 # The lab has two halves of about five hours: Parts 1 to 3 count and predict, Parts 4 and 5 make things fast. Bonus questions
 # take an hour more. On a GPU it uses real sizes and 16-bit numbers, on a CPU small sizes and 32-bit numbers; what
 # an H200 did is drawn beside your own.
 #
-# <details><summary>What you will be able to do, and the points</summary>
-#
-# **After this lab you can**
-# 1. measure latency, and compute MACs, FLOPs and I/O of matrix products;
-# 2. tell with a roofline model whether an operation is limited by compute or by memory;
-# 3. profile code with the PyTorch profiler and read a timeline;
-# 4. remove launch overhead with kernel fusion, `torch.compile`, and a CUDA graph that you capture yourself;
-# 5. explain why flash attention is fast and small.
+# <details><summary>The points</summary>
 #
 # The lab gives {points:regular} points, and {points:bonus} bonus points.
 #
@@ -184,7 +176,7 @@ def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 #
 # ![Naive and tiled matrix product: one element of C needs a row of A and a column of B, one tile of C a row of A tiles and a column of B tiles](assets/gemm_tiling.svg)
 #
-# Every fast GEMM on every chip is this picture. The tiles sit in registers and shared memory on a GPU, and in caches on a CPU.
+# The tiles sit in registers and shared memory on a GPU, and in caches on a CPU.
 #
 # ![The memory hierarchy: each level is slower than the one above it, and none is smaller](assets/memory_hierarchy.svg)
 #
@@ -209,8 +201,6 @@ check_full_sum(full_sum)
 #
 # {counts}
 #
-# {hint idea} A tile of $C$ needs a strip of $A$ (its rows) and a strip of $B$ (its columns). Walk along both strips at
-# once, a piece at a time.
 # {hint plan} Two outer loops with steps `tile_m` and `tile_n`. For each tile: an accumulator of the tile's true size, a
 # loop over $k$ with step `tile_k`, and inside the sum of outer products of the two pieces. After it, write the
 # accumulator to $C$. A slice that runs past the edge is cut by PyTorch itself.
@@ -251,8 +241,6 @@ def gemm_tiled(
 # Write `time_calls`: it calls `fn` `n_calls` times, times **each call on its own**, and returns a list of milliseconds. Its argument
 # `synchronize` is the function that waits. `time.perf_counter()` counts seconds and never runs backwards.
 #
-# {hint idea} You time work that somebody else does. So the clock may only start when they are idle, and only stop when
-# they are done.
 # {hint plan} For each call: wait, read the clock, call, wait, read the clock, keep the difference in ms: one entry a call.
 
 # %% nbgrader={"grade_id": "q1_3", "solution": true}
@@ -466,7 +454,7 @@ def gemm(a, b, block=64):
         BLOCK_M=block, BLOCK_N=block, BLOCK_K=32,
     )
     return c
-### TESTS q1_5_tests, 5 points: check_gemm_triton(Path("gemm_triton.py").read_text())
+### TESTS q1_5_tests, 5 points: check_gemm_triton(text_of("gemm_triton.py"))
 
 # %%
 if kernels := compiled_file("gemm_triton.py"):
@@ -595,8 +583,8 @@ plot_lines(lines, sizes, "n", "FLOPs/Byte", "One of the two grows", ridges)
 # Write the ridge point and the roof itself. Mind the units: peak in TFLOP/s ($10^{12}$ FLOP/s), bandwidth in TB/s
 # ($10^{12}$ byte/s), intensity in FLOPs/Byte.
 #
-# {hint idea} The ridge is where slope and ceiling meet: where intensity times bandwidth is the peak.
-# {hint plan} Solve that equation for the intensity. The roof at any intensity is one of two numbers.
+# {hint plan} At the ridge, intensity times bandwidth is the peak: solve for the intensity. The roof at any intensity is one of
+# two numbers.
 # {hint line} A kernel obeys both limits, so which of the two numbers is it?
 
 # %% nbgrader={"grade_id": "q2_2", "solution": true}
@@ -615,8 +603,8 @@ def attainable_tflops(intensity: float, peak_tflops: float, bandwidth_tb_s: floa
 ### TESTS q2_2_tests, 4 points: check_ridge_and_roof(ridge_point, attainable_tflops)
 
 # %% [markdown]
-# Compare your ridge with the course's `get_ridge_point`, for every GPU in the table. The numbers are *dense* peaks from
-# the datasheets. (Marketing likes the sparse ones, which are twice as high.)
+# Compare your ridge with the course's `get_ridge_point`, for every GPU in the table. The numbers are *dense* peaks from the
+# datasheets.
 #
 # **Before you run.** Compute grew faster than bandwidth for ten years. So do ridge points of newer chips lie further
 # left or further right? What does that do to a kernel that has not changed?
@@ -950,11 +938,10 @@ for implementation in ("eager", "sdpa"):
     beside_guess(f"PyTorch's FLOPs over yours, {implementation}", counter.get_total_flops() / ours)
 
 # %% [markdown]
-# The second and third line agree to the last digit. They differ from the first because eager attention computes the
-# full square of scores and then masks half of it: PyTorch counts what runs, you counted what is needed. The last line
-# shows a limit of the counter. It has no formula for the fused CPU kernel, whose products are nothing to it. For the
-# fused GPU kernels it counts the full square, although a causal kernel computes about half of it (and in some older
-# versions of PyTorch it gives up at GQA).
+# The second and third line agree to the last digit. They differ from the first because eager attention computes the full square
+# of scores and then masks half of it: PyTorch counts what runs, you counted what is needed. The last line shows a limit of the
+# counter. It has no formula for the fused CPU kernel, whose products are nothing to it. For the fused GPU kernels it counts the
+# full square, although a causal kernel computes about half of it.
 
 # %% [markdown]
 # ### Question 3.3: Prefill, decode and the KV cache {points}
@@ -1035,8 +1022,7 @@ check_users(your_users)
 # %% [markdown]
 # ## The layer on the roofline
 #
-# The points below are whole layers (attention and MLP), measured above, under the roof of the dtype that really ran: the bytes
-# of one dtype beside the peak of another can put a point on the wrong side.
+# The points below are whole layers (attention and MLP), measured above, under the roof of the dtype that really ran.
 
 # %%
 def layer_flops_bytes(batch: int, query_len: int, kv_len: int) -> tuple[int, int]:
@@ -1155,16 +1141,16 @@ def break_even_batch(length: int, config, weight_bytes: float = 2, cache_bytes: 
 # %% [markdown]
 # # Half time
 #
-# You have counted a layer before it ran. Your counts give the lowest line of a scoreboard, the floor: the bytes of one layer's decode
-# step, over the bandwidth of an H200. No program can be faster.
+# Your counts give the lowest line of a scoreboard, the floor: the bytes of one layer's decode step, over the bandwidth of an
+# H200. No program can be faster.
 
 # %%
 step_bytes = attention_macs_flops_bytes(1, 1, 513, config, torch.bfloat16)[2] + mlp_macs_flops_bytes(1, config, torch.bfloat16)[2]
 scoreboard(memory=step_bytes / 4.8e12 * 1e6)
 
 # %% [markdown]
-# The recorded step takes several hundred times your floor. Neither roof explains it, but a third limit does. The second half finds
-# it, takes it away, and then makes the longest kernel of all small. A good place to stop for a week.
+# The recorded step takes several hundred times your floor. It waits for launches. The second half takes them away, and then
+# makes the longest kernel of all small. A good place to stop for a week.
 #
 # # Part 4: Profiling and kernel fusion
 #
@@ -1250,7 +1236,6 @@ summary[["name", "family", "count", "self_us", "mean_us", "share"]].round(3)
 #
 # {counts}
 #
-# {hint idea} Write the formula from left to right: every sign is one operator.
 # {hint plan} First the inner part, then tanh of it, then the two factors. For the bytes: an operator with one input moves
 # two tensors, one with two inputs moves three. For the speed-up: all that the chain moves over what one fused kernel
 # moves.
@@ -1305,8 +1290,7 @@ def kernels_per_step(fn) -> int:
 gelu_input = torch.randn(2**26 if on_gpu else 2**22, device=device, dtype=dtype)
 print(f"{gelu_input.numel():,} elements in {dtype_name}")
 ways = {"by hand": gelu_by_hand, "F.gelu": lambda t: F.gelu(t, approximate="tanh")}
-compiler = compile_support()
-if compiler:
+if compiler := compile_support():
     ways["by hand, compiled"] = torch.compile(gelu_by_hand, dynamic=False)
 else:
     print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
@@ -1329,7 +1313,7 @@ keep("gelu", gelu_table)
 plot_beside("gelu", ["speed-up"], title="GELU: how many times faster than by hand")
 
 # %%
-if compiler:
+if compile_support():
     print("compiling the decoder layer: about 10 s the first time ...", flush=True)
     both = {"eager": prefill_call(1, 512), "compiled": prefill_call(1, 512, compiled=True)}
     verdict = compare(*both.values(), labels=tuple(both), queue_ahead=False, device=device, **TIMES)
@@ -1688,8 +1672,7 @@ def flash_attention_tiled(
 ### TESTS q5_3_flash_tests, 4 points: check_flash_attention_tiled(flash_attention_tiled)
 
 # %% [markdown]
-# You have written flash attention. The library's version is the same loop in one kernel: a tile of queries for each program, the
-# accumulator in registers, tiles of keys and values in shared memory.
+# You have written flash attention. The library's version is the same loop in one kernel.
 #
 # **Before you run.** At the longest length, how many times faster than standard attention will the library's flash kernel be, and
 # how many times less memory will it need? And your own loop, in which every line is still an operator?
@@ -1776,7 +1759,6 @@ beside_guess("score matrices at once, standard attention", round(highest["standa
 #   read by the second product;
 # - **flash**: $Q$, $K$, $V$ read, $O$ written. (Keys and values are read again for each tile of queries, but then from the L2 cache.)
 #
-# {hint idea} Four tensors of $L \times D$ travel in both. Standard attention has the score matrix on top, several times.
 # {hint plan} FLOPs: two products. Bytes: elements of Q, K, V, O; for standard attention the scores, once for each write
 # and each read in the list; times the bytes of an element.
 
@@ -1840,9 +1822,8 @@ report_measured("attention_roofline", measured)
 # %% [markdown]
 # ## The loop as one kernel
 #
-# Your loop of Question 5.3 pays for every line: each is an operator, with its launch and its trips to memory. Now the same loop as **one**
-# kernel. One program takes `BLOCK_M` queries of one head and walks along the keys in blocks of `BLOCK_N`, each once. Scores, $m$, $\ell$ and
-# the output stay on the chip.
+# Now your loop of Question 5.3 as **one** kernel. One program takes `BLOCK_M` queries of one head and walks along the keys in
+# blocks of `BLOCK_N`, each once. Scores, $m$, $\ell$ and the output stay on the chip.
 #
 # ### Bonus Question 5.6: Flash attention in Triton {points}
 #
@@ -1926,7 +1907,7 @@ def flash(q, k, v, block_m=64, block_n=64):
         D=q.shape[2], BLOCK_M=block_m, BLOCK_N=block_n,
     )
     return o
-### TESTS bonus_5_6_tests, 5 points: check_flash_triton(Path("flash_triton.py").read_text())
+### TESTS bonus_5_6_tests, 5 points: check_flash_triton(text_of("flash_triton.py"))
 
 # %% [markdown]
 # **Before you run.** On a GPU, at the longest length of Question 5.3: how much of the library's speed will your kernel reach,
@@ -1967,7 +1948,7 @@ beside_guess("your kernel: times faster than standard", float(last["standard, ms
 # %% [markdown]
 # ## Your score
 #
-# The tables of this run and your guesses, saved with the machine they were made on; and the scoreboard, a last time.
+# And the scoreboard, a last time.
 
 # %%
 save_results()

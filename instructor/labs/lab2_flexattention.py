@@ -15,21 +15,17 @@
 # %% [markdown]
 # # Lab 2: FlexAttention
 #
-# Eight short documents are packed into one long row. A token may look at its own document only, so seven of eight
-# scores are masked. Give the mask to attention as a tensor, and you wait as long as without a mask, or longer: every
-# score is computed, and then seven eighths of the work are thrown away. Give it as a *program*, four lines of Python,
-# and attention gets several times faster. This lab is about that difference.
+# Eight short documents are packed into one long row. A token may look at its own document only, so seven of eight scores are
+# masked. Give the mask to attention as a tensor, and you wait as long as without a mask, or longer: every score is computed,
+# and then seven eighths of the work are thrown away. Give it as a *program*, four lines of Python, and attention gets several
+# times faster.
 #
 # ![The same mask twice: as data, a matrix that is read from memory, and as a program, one comparison in registers](assets/lab2_mask_program.svg)
 #
 # Run the next cell, then write three lines.
 #
 # <details>
-# <summary>What you will learn, the parts, and how long they take</summary>
-#
-# After this lab you can say what a mask costs as data and as a program, and predict its speed-up before you measure it. You
-# can write masks and score modifiers, find your own line of Python in a generated kernel and keep it compiled, and design a
-# mask together with the order of the tokens.
+# <summary>The parts, and how long they take</summary>
 #
 # You need lab 1 (the roofline, FLOPs and bytes) and PyTorch tensors. Plan six hours, one more for the bonus (an
 # estimate). Parts 1 to 4 make a first evening. The lab gives {points:regular} points, and {points:bonus} bonus points.
@@ -42,8 +38,7 @@
 #
 # Everything goes as in lab 1. Folded cells are experiments: run them, open them if you are curious.
 #
-# The lab runs with and without a GPU, at sizes made for each. On a GPU, FlexAttention generates Triton, on a CPU C++, and
-# the same masks skip the same blocks.
+# The lab runs with and without a GPU, at sizes made for each.
 #
 # To read: the [FlexAttention paper](https://arxiv.org/abs/2412.05496), its
 # [introduction](https://pytorch.org/blog/flexattention/), and [attention-gym](https://github.com/meta-pytorch/attention-gym),
@@ -210,10 +205,9 @@ plot_beside("mask_as_data", ["time over no mask"], title="Time under a mask, aga
 #     return q >= k          # True: the query sees the key
 # ```
 #
-# It is asked about **one pair at a time**. All four arguments are integers, held in tensors, and the answer is one truth
-# value, also a tensor. A `mask_mod` takes exactly four positional arguments; FlexAttention counts them, so `*args` does
-# not work. The kernel never reads an $S \times S$ tensor. (Part 3: `create_block_mask` evaluates every pair once,
-# beforehand.)
+# It is asked about **one pair at a time**. All four arguments are integers, held in tensors, and the answer is one truth value,
+# also a tensor. A `mask_mod` takes exactly four positional arguments; FlexAttention counts them, so `*args` does not work. The
+# kernel never reads an $S \times S$ tensor.
 #
 # The function becomes part of a kernel. So it may do what a kernel can do for one pair: arithmetic, comparisons, `&`,
 # `|`, `~`, and reading tensors by index. Python's `and`, `or`, `not`, `if` and chained comparisons (`a <= b < c`) need a
@@ -479,9 +473,9 @@ def document_blocks(length: int, span: int, block: int) -> int:
 
 # %% [markdown]
 # Now the promise meets the clock. The table predicts with your functions, then measures FlexAttention compiled, one kernel for
-# each mask. `prepare` builds the block mask, compiles, runs once, and raises an error should the call ever be compiled again.
-# The baseline is `everything`, a mask that lets every pair through: a kernel with *all* blocks of the same size. *No mask* is
-# another kernel, with tiles of its own, and has a row to show it.
+# each mask. `prepare` builds the block mask, compiles and runs once. The baseline is `everything`, a mask that lets every pair
+# through: a kernel with *all* blocks of the same size. *No mask* is another kernel, with tiles of its own, and has a row to
+# show it.
 #
 # **Before you run.** Sliding window of an eighth of the text: what is promised, and how much of it will arrive? What does asking
 # for blocks cost when none can be skipped?
@@ -521,9 +515,9 @@ if can_compile():
 plot_beside("promises", ["kept"], title="How much of the blocks' promise arrives")
 
 # %% [markdown]
-# In Part 7 you will find where the rest of the promise goes. Why has *no mask* a row of its own? Without a block mask
-# FlexAttention has no blocks: on a CPU its tile is *all* queries against *all* keys, slower than the same work in blocks, and a
-# mask would seem to keep more than it promised. An honest baseline changes one thing only.
+# Why has *no mask* a row of its own? Without a block mask FlexAttention has no blocks: on a CPU its tile is *all* queries
+# against *all* keys, slower than the same work in blocks, and a mask would seem to keep more than it promised. An honest
+# baseline changes one thing only.
 
 # %% [markdown]
 # ### Question 3.3: Attention that skips {points}
@@ -705,7 +699,7 @@ for name, low in lowest.items():
 # - **Compiled.** `torch.compile` traces your two functions, and Inductor, its code generator, puts them into the template of
 #   a flash-attention kernel: Triton on a GPU, C++ on a CPU. This one walks the block tables.
 # - **CuTe.** The same call with another back end: FlashAttention 4, a kernel in NVIDIA's CuTe DSL, with your functions
-#   translated into it. It needs a Hopper or Blackwell GPU (`labs bench run --targets labs/flexattention:flex_attention_cute`).
+#   translated into it. It needs a Hopper or Blackwell GPU.
 #
 # ![From two Python functions to one kernel: traced, lowered into a template, generated as Triton, C++ or CuTe](assets/lab2_paths.svg)
 
@@ -883,8 +877,7 @@ if not on_gpu:
 
 # %% [markdown]
 # Eager shows a *Torch-Compiled Region* as well: PyTorch traces it, and then runs what it traced operator by operator. On a CPU
-# the compiled call counts zero operators: the generated kernel is a C++ function, and the profiler counts PyTorch's own. On a
-# GPU, Nsight Systems shows the same ranges: `nsys profile --trace=cuda,nvtx python ...`.
+# the compiled call counts zero operators: the generated kernel is a C++ function, and the profiler counts PyTorch's own.
 #
 # **Explain**, with numbers from your table and names from your traces:
 # 1. How many kernels (on a CPU: operators) does one eager call run, and one compiled call? Name three of the eager ones,
@@ -929,8 +922,9 @@ plot_beside("training", ["speed-up, both"], title="Forward and backward")
 
 # %% [markdown]
 # FlexAttention took 0.18 ms where the mask as a tensor took 1.61 ms: 8.8 times as fast, 69% of what its blocks promise. Your
-# `block_sparse_attention` skips backward, too, since autograd recorded only the blocks that you visited. It took 11.3 ms: a Python
-# loop runs hundreds of small kernels, each launched while the GPU waits, and its products, in float32, use no tensor core.
+# `block_sparse_attention` skips backward, too, since autograd recorded only the blocks that you visited. The course's took 11.3
+# ms: a Python loop runs hundreds of small kernels, each launched while the GPU waits, and its products, in float32, use no
+# tensor core.
 
 # %% [markdown]
 # # Part 6: The recompile cliff
@@ -994,9 +988,8 @@ if can_compile():
 plot_cliff()
 
 # %% [markdown]
-# Follow a line: static kernels fall off the cliff, dynamic ones do not. Compare the lines at the first two lengths: that is what
-# a static kernel is worth where it exists. For this call the default is the right choice. Where static shapes are worth it, or
-# needed, the answer is not a kernel for each length but a few lengths that everything is padded to.
+# Follow a line: static kernels fall off the cliff, dynamic ones do not. Compare the lines at the first two lengths: that is
+# what a static kernel is worth where it exists. For this call the default is the right choice.
 
 # %% [markdown]
 # ### Question 6.1: Buckets {points}
@@ -1005,7 +998,7 @@ plot_cliff()
 # few lengths, and each text is padded to the smallest that holds it.
 #
 # `bucketed_attention(attend, q, k, v, buckets)`; `q`, `k`, `v` are (B, H, S, D), `buckets` a list in any order.
-# - Pad to the smallest bucket that holds S tokens; if there is none, raise a `ValueError`.
+# - Pad at the end, to the smallest bucket that holds S tokens; else raise a `ValueError`.
 # - Call `attend(q, k, v, mask_mod)` **once**, with a `mask_mod` that hides the padded keys. Return its result without the padding.
 # - **The next length needs no new kernel.** A Python number that a mask captures is a constant of the kernel, a tensor is an
 #   argument.
@@ -1204,8 +1197,6 @@ def lay_out(conversation: torch.Tensor, position: torch.Tensor, window: int):
 ### TESTS q7_1_blocks_tests, 4 points: check_layout_blocks(lay_out)
 
 # %% [markdown]
-# Your layout at work: the same attention in the order of arrival and in yours.
-#
 # **Before you run.** Seven conversations, and instructions that are an eighth of all tokens. What does your layout promise, and
 # how much of it will be kept?
 
@@ -1256,15 +1247,14 @@ plot_beside("layout", ["measured"], title="The same pairs in two orders")
 # With numbers from your tables (sweep and layout):
 # 1. Documents shorter than a block: which promise cannot be kept, and which column of the sweep shows it?
 # 2. Smaller blocks skip more. Name two reasons why they are not always faster.
-# 3. Where does your kernel keep the promise of its blocks worst, and why there? Think of what each row of blocks has to do
-#    however few blocks it visits, of partial blocks, and of rows that have more to do than others.
+# 3. Where does your kernel keep the promise of its blocks worst, and why there?
 # 4. In the order of arrival the mask was slower than letting everything through, or no faster. Why?
 #
 # {hint idea} A block is computed whole or not at all, and every row of blocks has a fixed cost.
-# {hint plan} Look for the place in the sweep where *of pairs* falls while *of blocks* does not; for the block sizes side
-# by side at one document length; and for the smallest *of blocks*. Then the row *order of arrival* of the layout.
+# {hint plan} Look for the place in the sweep where *of pairs* falls while *of blocks* does not; for the block sizes side by
+# side at one document length; and for the smallest *of blocks*. Then the row *order of arrival* of the layout.
 # {hint line} For 3, write down what a row of blocks does before its first block and after its last one, and divide it by
-# the number of blocks that it visits.
+# the number of blocks that it visits. Partial blocks and uneven rows cost, too.
 
 # %% [markdown] nbgrader={"grade_id": "q7_2", "grade": true, "solution": true, "points": 4}
 # 1. That of the pairs: a block is computed whole, so documents of half a block reach at most half of the pairs' promise,
@@ -1320,14 +1310,13 @@ for name, mod in pictures.items():
 # Less than half of the blocks are left. What else attention takes:
 #
 # - `enable_gqa=True`: fewer heads of keys and values. It saves memory, and time where reading them is the limit.
-# - `return_lse=True`, in the course's `attention`: the log-sum-exp $L$ of each row as well. With it a *sink*, one more logit $z$
-#   without a value, is a factor on the output: $O \cdot \sigma(L - z)$.
-# - On a GPU, `torch.compile(flex_attention, mode="max-autotune")` tries several tiles when it compiles.
+# - `return_lse=True`, in the course's `attention`: the log-sum-exp $L$ of each row as well. With it a *sink*, one more logit
+#   $z$ without a value, is a factor on the output: $O \cdot \sigma(L - z)$.
 
 # %% [markdown]
 # # Part 8: Pages
 #
-# Two masks from serving, for bonus points. Each maps the kernel's index to the index that the mask is about.
+# Two masks from serving. Each maps the kernel's index to the index that the mask is about.
 
 # %% [markdown]
 # ### Bonus Question 8.1: Decode {points}
@@ -1404,8 +1393,6 @@ plot_pages()
 
 # %% [markdown]
 # ## Save your results
-#
-# The tables of this run, with the machine they were made on, and how your guesses did.
 
 # %%
 save()

@@ -115,19 +115,9 @@ def registers_per_thread(keys: int, d: int) -> float:
 #   result, and compiles it for a Hopper GPU. With a Hopper GPU it runs there, too.
 # - **Read a report to the end.** Its line numbers count from the file's first line, one less than the cell's.
 # - **Predict first**: write your guess where it says `guesses[...] = None`.
-# - Solve each question the ordinary way, and you will never meet a rule.
 #
 # <details>
 # <summary>Parts, points and time</summary>
-#
-# | Part | You will |
-# |---|---|
-# | 1. What a GPU is | compute what a tile costs and needs, and measure naive against fused attention |
-# | 2. Layouts | find out who holds which element, and transpose a matrix with whole sectors |
-# | 3. Copies that run on their own | build a `cp.async` pipeline and a TMA ring, and read a deadlock |
-# | 4. Tensor cores | multiply with `wgmma` |
-# | 5. Flash attention | online softmax, producer and consumers, overlap; then the race |
-# | 6. The same kernel, the next chip | port it to Blackwell: tensor memory, `tcgen05`, two softmaxes |
 #
 # The hours are an estimate: take three sittings, a part or two each. The lab gives {points:regular} points, and
 # {points:bonus} bonus points.
@@ -143,9 +133,7 @@ def registers_per_thread(keys: int, d: int) -> float:
 # copies and products. A kernel that is right only because a copy happens to be fast is wrong. A file holds imports of the
 # kernel languages, kernels and their helpers.
 #
-# The package `triton` exists for Linux only, and needs no GPU here. On Windows take WSL, on macOS a container. On a GPU
-# two tools look for the same mistakes: Triton's own ConSan (`instrumentation_mode="consan"`), and NVIDIA's
-# `compute-sanitizer`.
+# The package `triton` exists for Linux only, and needs no GPU here. On Windows take WSL, on macOS a container.
 #
 # </details>
 #
@@ -180,7 +168,7 @@ def registers_per_thread(keys: int, d: int) -> float:
 # # Part 1: What a GPU is
 #
 # An H200 has 132 SMs like the one above. Ordinary instructions wait by themselves: the hardware stops a thread until the register
-# that it needs is there. The tensor cores and the TMA do not: the program has to say so. Here are the speed and the bugs.
+# that it needs is there. The tensor cores and the TMA do not: the program has to say so.
 #
 # **Before you run.** For 64 queries and head dimension 128: which of the three is the longest? How many rows of queries
 # (64, 128, 192, ...) share a block of keys when the loads are no longer the longest?
@@ -406,8 +394,6 @@ def transpose(x_ptr, y_ptr, m, n, x_stride, y_stride):
 #
 # </details>
 #
-# {hint idea} Keep `STAGES - 1` groups under way while you work on one tile. Each step issues one group, waits for the
-# oldest, and adds.
 # {hint line} Count the groups: after the commit of step `i` there are `i + STAGES` of them, and tile `i` is the one with
 # number `i` from 0. How many younger ones may still be under way? That only works if every step commits.
 
@@ -609,12 +595,12 @@ if fences:
 show_recorded_fences()
 
 # %% [markdown]
-# **Inside one partition the compiler adds the fence itself: it sees a read, and then a TMA copy into the same memory.
-# Between partitions it does not**: there the read and the copy are in different functions, and the fence is yours. What it
-# sees depends on its version, too. Triton 3.6 puts a fence before a TMA *load*, and none before a TMA *store*: the
-# recorded 4.1 and 5.1 without their fence gave wrong numbers in *every* launch. Triton 3.7 puts both back. In the record the
-# ring of 3.4 came through without that fence. That is luck, not a proof: DeepEP, a library for mixtures of experts, once
-# left out such a fence, and had to repair it.
+# **Inside one partition the compiler adds the fence itself: it sees a read, and then a TMA copy into the same memory. Between
+# partitions it does not**: there the read and the copy are in different functions, and the fence is yours. What it sees depends
+# on its version, too. Triton 3.6 puts a fence before a TMA *load*, and none before a TMA *store*: the recorded 4.1 and 5.1
+# without their fence gave wrong numbers in *every* launch. Triton 3.7 puts both back. In the record the ring of 3.4 came
+# through without that fence. That is luck, not a proof: DeepEP, a library for mixtures of experts, once left out such a fence,
+# and [had to repair it](https://github.com/deepseek-ai/DeepEP/pull/642).
 #
 # `UTMALDG` is a TMA copy, `SYNCS` an mbarrier operation, `FENCE.VIEW.ASYNC` the fence, `BAR.SYNC` a barrier of all threads,
 # from the compiler.
@@ -629,7 +615,7 @@ show_recorded_fences()
 # 4. From your picture of slots: from how many on do more slots gain less than 5 %? Which number sets that point?
 #
 # {hint plan} 1: compare the bits of phases 0, 1, 2; then ask how far the waiting side can fall behind in a ring. 2: which
-# instruction makes the read come after the copy? 3: who may start at once? 4: find the row in your table, then compute
+# instruction makes the read come after the copy? 3: who may start at once? 4: find the bar in your picture, then compute
 # latency times bandwidth.
 # {hint line} In 4 use the cost model's own numbers: 600 cycles and 20 bytes per cycle, and divide by the size of a slot.
 
@@ -808,8 +794,6 @@ plot_conflicts()
 # 3. the way out: store `acc` into `c_tile` in the dtype of `c_desc`, tell the async proxy, `tma_store(c_desc, [row, column],
 #    c_tile)`, and `tma.store_wait(0)`.
 #
-# {hint idea} The layout of the accumulator decides the instruction: four warps along the rows, 16 rows each, and as many
-# columns as the tile has.
 # {hint line} The wait returns the tensor that you may read: the old name is still the one under way. And before the TMA
 # reads what you stored there must be a fence.
 
@@ -916,8 +900,6 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 # `m`, `total` and your factor have the layout `SliceLayout(1, scores)`. To multiply `o` by the factor, convert it to
 # `gl.SliceLayout(1, output)`, which moves nothing, since the same threads hold a row of both; then `[:, None]`.
 #
-# {hint idea} The softmax of all keys is built block by block: when the maximum grows, everything so far must shrink by
-# the same factor.
 # {hint line} The factor of the first block is $2^{-\infty} = 0$, and that is right. Keys are counted over all blocks, not
 # within one. And a factor for `o` must have the output's slice, not the scores'.
 
@@ -1356,11 +1338,11 @@ play_orders(answered("lab3_overlap.py"))
 #
 # ## What your kernels became
 #
-# The compiler turned each of your files into SASS, the machine code of `sm_90a`. `UTMALDG` and `UTMASTG` are TMA copies,
-# `HGMMA` is `wgmma`, `SYNCS` are mbarrier operations, `MUFU.EX2` exponentials. The table counts instructions in the program,
-# not executions. Below it stands what became of your lines of 4.1 and 5.3. The last picture has your 5.3 above the course's
-# kernel for **Blackwell**, simulated. There a single thread issues a product (`tcgen05`), its accumulator lies in *tensor
-# memory*, and two SMs may share one product (2-CTA): each loads half of B.
+# The compiler turned each of your files into SASS, the machine code of `sm_90a`. `UTMASTG` is a TMA store, `HGMMA` is `wgmma`,
+# `MUFU.EX2` is an exponential. The table counts instructions in the program, not executions. Below it stands what became of
+# your lines of 4.1 and 5.3. The last picture has your 5.3 above the course's kernel for **Blackwell**, simulated. There a
+# single thread issues a product (`tcgen05`), its accumulator lies in *tensor memory*, and two SMs may share one product
+# (2-CTA): each loads half of B.
 
 # %%
 show_compiled()
@@ -1676,8 +1658,6 @@ compile_for_blackwell()
 
 # %% [markdown]
 # ## Save your results
-#
-# The tables of this run and your guesses, with the machine they were made on.
 
 # %%
 save("lab3")
@@ -1694,8 +1674,7 @@ save("lab3")
 # - Flash attention is fast where exponentials and products run at the same time. The faster the tensor cores, the more so.
 #
 # The ladder in `utils/attention/gluon` goes on where you stopped, and you can read every line of it now: the head of each file
-# says what its step changes. `labs bench list-targets --chapter labs/flashattention_gluon` lists the same contest,
-# and `labs bench run --targets labs/flashattention_gluon:baseline_flashattention_gluon --profile minimal` runs its baseline.
+# says what its step changes. `labs bench list-targets --chapter labs/flashattention_gluon` lists the same contest.
 #
 # **To read on**
 # - Triton's own [Gluon tutorials](https://github.com/triton-lang/triton/tree/main/python/tutorials/gluon): layouts, TMA,
@@ -1704,4 +1683,3 @@ save("lab3")
 #   asynchronous warpgroup level matrix instructions, and on proxies.
 # - Shah et al., [FlashAttention-3](https://arxiv.org/abs/2407.08608), and Dao,
 #   [FlashAttention-2](https://arxiv.org/abs/2307.08691).
-# - A missing fence in the wild: [DeepEP, pull request 642](https://github.com/deepseek-ai/DeepEP/pull/642).

@@ -18,11 +18,11 @@
 # ![A case from recorded numbers: with one query cuDNN is mostly the fastest, with four queries it takes up to 5.4 times as long as the best](assets/lab4_case.svg)
 #
 # `F.scaled_dot_product_attention` (SDPA) is one line. Four programs can compute it: *math*, *flash*, *efficient* and *cuDNN*.
-# Torch picks one. It does not say which, and it does not say why.
+# Torch picks one, and says neither which nor why.
 #
-# The picture holds a case. On an H200 torch picked cuDNN for every call. For one query cuDNN ran a kernel made for an older
-# chip, and was mostly the fastest. For four queries it ran a kernel made for this chip, and took up to 5.4 times as long as the
-# best. Why? You collect the evidence in five parts, and close the case in Part 6.
+# The picture holds a case. On an H200 torch picked cuDNN for every call: for one query a kernel made for an older chip, mostly
+# the fastest; for four queries a kernel made for this chip, which took up to 5.4 times as long as the best. Why? You collect
+# the evidence in five parts, and close the case in Part 6.
 #
 # Run the next cell. Then find out who computed a call.
 
@@ -77,19 +77,10 @@ def backends_in(operators: list[str]) -> list[str]:
 #
 # ## How to work
 #
-# Everything goes as in lab 1: run the cells in order, and write a guess into `guesses[...] = None` first.
+# Everything goes as in lab 1.
 #
 # <details>
 # <summary>What the lab holds, and its {points:regular} points</summary>
-#
-# | Part | You will |
-# |---|---|
-# | 1. Who decides? | read operators, collect refusals, write a pin and torch's rule |
-# | 2. Four programs, one formula | count, measure time, memory, launches and error; look at traces |
-# | 3. Prefill and decode | find the ridge, split the keys, merge the parts |
-# | 4. Layouts that lose the fast kernel | build strides that are refused, and strides that are not |
-# | 5. Same formula, other bits | put each rounding where it belongs, count steps between bf16 numbers |
-# | 6. The case | read recorded results as data, and write a rule |
 #
 # {points:table}
 #
@@ -105,8 +96,8 @@ def backends_in(operators: list[str]) -> list[str]:
 # %% [markdown]
 # # Part 1: Who decides?
 #
-# Each call goes through a dispatcher. It walks through a list of backends, asks each whether it can do *this* call, and takes the
-# first that can. Math can do everything, so a call hardly ever fails. It only gets slow.
+# Each call goes through a dispatcher. It asks one backend after the other, and takes the first that can do *this* call. Math
+# can do everything, so a call hardly ever fails. It only gets slow.
 #
 # ![The SDPA dispatcher asks one backend after the other, and math takes whatever is left](assets/lab4_dispatcher.svg)
 #
@@ -274,7 +265,7 @@ def default_backend(capability: tuple[int, int], cudnn: int, reasons: dict[str, 
 # Can a list change the order? `sdpa_kernel([a, b])` changes who is *allowed*. With `set_priority=True` it should change who is
 # *asked first*. The next cell makes three calls with flash first, then the same three with math first.
 #
-# **Before you run.** Which backend runs in each of the six calls? Which line would you have noticed in a benchmark?
+# **Before you run.** Which backend runs in each of the six calls?
 
 # %%
 guesses["calls of six that run flash"] = None  # 0 to 6
@@ -298,7 +289,7 @@ show_recorded("order")
 
 # %% [markdown]
 # A list says which may run, not which will. On a CPU even `set_priority` changes nothing: the dispatcher for CPU tensors asks
-# flash first, whatever the order says. You would not have known without looking at the operators.
+# flash first, whatever the order says.
 
 # %% [markdown]
 # # Part 2: Four programs, one formula
@@ -382,8 +373,8 @@ def errors(
 ### TESTS q2_2_tests, 4 points: check_errors(errors)
 
 # %% [markdown]
-# Now the table: time, memory, launches and error of each backend, on the same tensors. Each call is pinned, and the operators
-# prove what ran. The calls take turns (math, flash, flash, math, ...), so that a machine that slows down slows all of them.
+# Now the table. Each call is pinned, and the operators prove what ran. The calls take turns, so that a machine that slows down
+# slows all of them.
 #
 # **Before you run.** Math against flash: by what factor in time, by what factor in memory? How many kernels (on a CPU:
 # operators) does math take? Which one is *more* exact?
@@ -436,9 +427,9 @@ beside_guess("the more exact one", "equal" if 0.8 < ratio < 1.25 else "math" if 
 # %% [markdown]
 # ## Look inside
 #
-# Now the traces, one above the other: on a CPU the operators inside each other, on a GPU also the kernels. An operator lasts as
-# long as everything inside of it; the table counts *self* time. `isneginf`, `all` and `where` are parts of `_safe_softmax`: they
-# look for rows that are masked in full. On a GPU the names of the kernels say for which chip each was written.
+# The traces show the operators inside each other, on a GPU also the kernels. An operator lasts as long as everything inside of
+# it; the table counts *self* time. `isneginf`, `all` and `where` are parts of `_safe_softmax`: they look for rows that are
+# masked in full. On a GPU the names of the kernels say for which chip each was written.
 #
 # **Before you run.** In math's trace, which operator will take most of the time by itself? How large is its share?
 
@@ -560,8 +551,8 @@ def attention_backward(q, k, v, out, lse, dout) -> tuple[torch.Tensor, torch.Ten
 ### TESTS bonus_2_4_tests, 10 points: check_attention_backward(attention_backward)
 
 # %% [markdown]
-# Forward did not keep $P$: for 16 heads of 16384 tokens it would be 8.6 GB in bf16, and the log-sum-exp is 1 MB. The price is one
-# product more. Forward and backward, timed:
+# For 16 heads of 16384 tokens $P$ would be 8.6 GB in bf16, and the log-sum-exp is 1 MB. The price is one product more. Forward
+# and backward, timed:
 #
 # **Before you run.** How many times the FLOPs, and the time, of forward do both passes take?
 
@@ -598,7 +589,7 @@ plot_beside("training", ["both ms", "ratio", "added MB"], "backend")
 # # Part 3: Prefill and decode
 #
 # **Prefill** reads the prompt: as many queries as keys. **Decode** writes one token after the other: one query, and all keys so
-# far. It is the same formula, and the same four backends. The roofline tells them apart.
+# far. The formula is the same. The roofline tells them apart.
 #
 # ![Three roofs of decode on an H200: bytes of the cache, FLOPs of the chip, and what a call of four programs can read](assets/lab4_roofs.svg)
 
@@ -613,7 +604,7 @@ plot_beside("training", ["both ms", "ratio", "added MB"], "backend")
 #    intensity approaches a limit; for a ridge at the limit or beyond, return `None`.
 #
 # {hint idea} FLOPs over bytes, for one key head: write both as products of q, L, g, D and the bytes of a number, and cancel.
-# {hint plan} Derive the intensity on paper. For the second function set it equal to the ridge and solve for the number of queries;
+# {hint plan} For the second function set the intensity equal to the ridge and solve for the number of queries;
 # then look at what the formula does when the ridge is too high.
 # {hint line} The answer is a whole number that reaches the ridge: round in the direction that still reaches it. A denominator of
 # zero or below means that no number does.
@@ -691,7 +682,7 @@ for name in ("A100", "H200", "B200"):
 query_lens = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 tensors = {n: random_qkv(2, heads, n, 64, kv_length=kv_long) for n in query_lens}
 timed = time_in_turn({n: pinned("flash", *qkv) for n, qkv in tensors.items()}, iterations=9)
-rows = [{"queries": n, "ms": m.median_ms, "from": m.interval_ms[0], "to": m.interval_ms[1], "ms a query": m.median_ms / n}
+rows = [{"queries": n, "ms": m.median_ms, "95% from": m.interval_ms[0], "95% to": m.interval_ms[1], "ms a query": m.median_ms / n}
         for n, m in timed.items()]
 results["queries"] = rows
 at = get_ridge_point("H200", "bf16")
@@ -954,8 +945,7 @@ def strided_and_fast(x: torch.Tensor) -> torch.Tensor:
 # KNOCK_OUTS = {"my first": lambda q, k, v: {"query": q, "key": k, "value": v, "is_causal": True}, ...}
 # ```
 #
-# Look for them on **CPU tensors**, with `why_not("flash", ...)`: the check asks that on every machine. What else can a tensor or a
-# call have, apart from strides?
+# Look for them on **CPU tensors**, with `why_not("flash", ...)`: the check asks that on every machine.
 #
 # <details>
 # <summary>What the check counts</summary>
@@ -1069,8 +1059,6 @@ def ready_for_flash(x: torch.Tensor) -> torch.Tensor:
 ### TESTS q4_3_tests, 4 points: check_unpack(unpack_qkv, ready_for_flash)
 
 # %% [markdown]
-# What does a lost kernel cost, and what would the copy have cost?
-#
 # **Before you run.** Three ways to use a `q` with bad strides: let the dispatcher fall back, copy first, or store it right in the
 # first place. Guess the ratios.
 
@@ -1413,9 +1401,8 @@ beside_guess("a scale for each token saves a third of the error from", saved[0] 
 # %% [markdown]
 # # Part 6: The case
 #
-# The course measured all four backends on an H200, over shapes of training, prefill and decode. Each shape was timed with its
-# backends taking turns, each was compared with float64 first, and each backend was proved from its kernels. These are
-# **recorded** numbers: your machine had no part in them. One row is one shape and one backend.
+# The course measured all four backends on an H200, over shapes of training, prefill and decode: backends took turns, each was
+# compared with float64 first, and proved from its kernels. The numbers are **recorded**. One row is one shape and one backend.
 #
 # <details>
 # <summary>The columns</summary>
@@ -1587,8 +1574,6 @@ beside_guess("held out, within 3% of the best: always cuDNN", always["within 3% 
 
 # %% [markdown]
 # ## Save your results
-#
-# The tables of this run, with the machine they were made on, and your guesses against it.
 
 # %%
 save()

@@ -59,6 +59,14 @@ WRONG_ANSWERS = [
             ("        synchronize()\n        start", "        start"),
             "wait for the device before the clock starts",
         ),
+        (
+            "the clock starts before the first wait",
+            (
+                "        synchronize()\n        start = time.perf_counter()",
+                "        start = time.perf_counter()\n        synchronize()",
+            ),
+            "older work",
+        ),
         ("called twice", ("        fn()\n", "        fn()\n        fn()\n"), "was called 6 times"),
         ("a sum", ("return times_ms", "return sum(times_ms)"), "should return a list of 3 times"),
         ("microseconds", ("* 1e3)", "* 1e6)"), "Is it in ms"),
@@ -101,6 +109,11 @@ WRONG_ANSWERS = [
         ("k for a side of the tile", ("math.ceil(n / tile_n)", "math.ceil(n / k)"), ("too small", "is not")),
         ("C left out", ("+ tile_rows * k * n + m * n)", "+ tile_rows * k * n)"), "C is written"),
         ("fp32 bytes", ("tile_rows * k * n + m * n) * dtype.itemsize", "tile_rows * k * n + m * n) * 4"), _DTYPE),
+        (
+            "a tile that fits exactly",
+            ("dtype.itemsize <= fast_bytes", "dtype.itemsize < fast_bytes"),
+            "A larger one fits",
+        ),
         ("one tile too large", ("    return t\n", "    return t + 1\n"), "does not fit"),
         ("accumulator of dtype", ("4 * (t + 1) ** 2", "dtype.itemsize * (t + 1) ** 2"), "accumulator is fp32"),
         ("one input tile", ("+ 2 * (t + 1) * tile_k", "+ (t + 1) * tile_k"), "two input tiles"),

@@ -185,6 +185,15 @@ WRONG_ANSWERS = [
     *mistakes(
         "q6_1",
         ("the length as a Python number", ("torch.tensor(tokens, device=q.device)", "tokens"), "Capture a tensor"),
+        (
+            "padding in front",
+            (
+                ("(0, 0, 0, min(large_enough) - tokens)", "(0, 0, min(large_enough) - tokens, 0)"),
+                ("return k < end", "return k >= padding[2]"),
+                (", mask_mod)[:, :, :tokens]", ", mask_mod)[:, :, padding[2]:]"),
+            ),
+            "Pad at the end",
+        ),
         ("padding seen", ("return k < end", "return k >= 0"), "Padded keys"),
         (
             "two masks",
@@ -215,6 +224,7 @@ WRONG_ANSWERS = [
         ("all sequences at one position", ("q + positions[b]", "q + positions[0]"), "position of its own"),
         ("keys moved", ("q + positions[b], k)", "q, k + positions[b])"), "queries move"),
         ("keys moved as well", ("b], k", "b], k + positions[b]"), ("keys are moved as well", "Only the queries move")),
+        ("keys moved back", ("q + positions[b], k)", "q, k - positions[b])"), "Only the queries move"),
         ("queries not moved", ("q + positions[b]", "q"), "not moved"),
         ("b and h of a decode mask lost", ("mask_mod(b, h,", "mask_mod(0, 0,"), "Pass b and h"),
         ("positions of Python", ("+ positions[b]", "+ torch.tensor(positions.tolist())[b]"), "constants"),

@@ -105,6 +105,11 @@ WRONG_ANSWERS = [
         ("a ridge that is never reached", ("if slack <= 0:", "if False:"), "return None"),
         ("intensity for an element", ("(elements * dtype.itemsize)", "elements"), "divide by the bytes"),
         ("the group forgotten", ("(group * slack)", "slack"), "group * queries count"),
+        (
+            "no more queries than keys",
+            ("if slack <= 0:", "if slack < kv_len / group:"),
+            ("more queries than", "needed"),
+        ),
     ),
     *mistakes(
         "q3_2",
@@ -223,6 +228,17 @@ WRONG_ANSWERS = [
         ("wins in percent", (": float((default", ": 100 * float((default"), "between 0 and 1"),
         ("arithmetic mean of losses", ("geometric_mean(loss)", "loss.mean()"), "not the arithmetic one"),
         ("the winner of all kinds", ('[kinds.reindex(winners.index) == "decode"]', ""), ("decode", "decode_winner")),
+        (
+            "the default as the winner",
+            ("winners[kinds.reindex(winners.index)", "default[kinds.reindex(default.index)"),
+            "decode",
+        ),
+        ("bandwidth of the default", ('decode["gb_s"]', 'decode[decode["is_default"]]["gb_s"]'), "decode_bandwidth"),
+        (
+            "the first kernel alone",
+            ("any(word in name for name in kernels)", "word in kernels[0]"),
+            ("in a kernel's name", "sm80_one_query"),
+        ),
         ("bandwidth of all kinds", ('decode["gb_s"]', 'timed["gb_s"]'), ("Decode only", "decode_bandwidth")),
         (
             "sm80 of all decode calls",

@@ -24,7 +24,8 @@ from instructor.build import Built, build_lab
 from instructor.course import Score
 from instructor.names import FILE_CELL, bound_names, python_of, used_names
 from instructor.points import lab_path
-from utils.checking import AnswerNeeded, Verdict
+from utils.checking import Verdict, is_answered
+from utils.checking.verdicts import missing_answer
 
 
 @dataclass(frozen=True)
@@ -280,31 +281,18 @@ def said_by_untouched_cells(cells, visible, names: dict) -> dict[str, str | None
             run_answers({cell.id: cell.source}, names)
     found: dict[str, str | None] = {}
     scope = visible.scope(names)
-    for cell in cells:
-        if cell.cell_type != "code":
-            continue
-        call = next((node for node in ast.parse(python_of(cell.source) or "").body if _is_call(node, "needs")), None)
-        earlier = _names_after(call.value) if call else []
-        given = {name: object() for name in earlier} | scope  # as if the plain cells above had run
-        if has_role(cell, "grade"):
-            found[cell.id] = visible.message(cell.metadata.nbgrader["grade_id"], given)
-        elif call is not None and any(keyword.arg != "after" for keyword in call.value.keywords):
-            found[cell.id] = None
-            try:
-                exec(compile(ast.Module([call], []), cell.id, "exec"), given)
-            except AnswerNeeded as missing:
-                found[cell.id] = str(missing)
-    return found
-
-
-def _is_call(node: ast.AST, name: str) -> bool:
-    return (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == name
+    answers = set().union(
+        *(bound_names(ast.parse(text)) for text in answers_in(cells).values() if not text.startswith("%%"))
     )
-
-
-def _names_after(call: ast.Call) -> list[str]:
-    return next((keyword.value.value.split() for keyword in call.keywords if keyword.arg == "after"), [])
+    for cell, used, _ in names_by_cell(cells):
+        missing = [
+            n for n in used & answers if not is_answered(scope.get(n)) and f"is_answered({n})" not in cell.source
+        ]
+        if has_role(cell, "grade"):
+            found[cell.id] = visible.message(cell.metadata.nbgrader["grade_id"], scope)
+        elif missing and not has_role(cell, "solution"):
+            found[cell.id] = missing_answer(ast.parse(python_of(cell.source)), scope)
+    return found
 
 
 # ---- what a notebook's cells use and give ------------------------------------------------------------------------
@@ -317,12 +305,6 @@ def names_by_cell(cells) -> Iterator[tuple]:
         if text is not None and not cell.source.startswith("%%"):
             given = bound_names(ast.parse(text))
             yield cell, used_names(text) - given, given
-
-
-def first_line(cell) -> str:
-    """The first line of a cell that the author wrote: the build puts a call of `needs` before it."""
-    lines = cell.source.splitlines()
-    return lines["needs(" in lines[0] and len(lines) > 1]
 
 
 def prose_of(notebook: str) -> str:

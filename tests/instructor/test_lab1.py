@@ -19,7 +19,6 @@ LAB = "lab1"
 BY_HAND = {"q1_3_explain": 3, "q2_4": 5, "q3_4": 5, "q4_4": 5, "q5_5": 4}
 SETUP = """
 import functools, json, math, time
-from pathlib import Path
 from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
@@ -44,7 +43,7 @@ class TestLab(EveryLab):
         read: dict[str, str] = {}
         for cell, used, given in lab_cases.names_by_cell(cells):
             if not lab_cases.has_role(cell, "grade"):
-                read |= {name: lab_cases.first_line(cell) for name in used if name not in read}
+                read |= {name: cell.source.partition("\n")[0] for name in used if name not in read}
                 imports = "\n".join(line for line in cell.source.splitlines() if line.startswith(("import ", "from ")))
                 for name in given - bound_names(ast.parse(imports)):
                     given_by.setdefault(name, set()).add(cell.id)

@@ -8,10 +8,10 @@ from tools.reading import ROOT, Reading, read
 
 # words before the first answer; of a question: median, longest; sentences with a rule; share of tests; lines of code; pictures
 LIMITS = {
-    "lab1": Reading(240, 85, 120, 6, 0.08, 745, 3.6),
-    "lab2_flexattention": Reading(231, 90, 119, 3, 0.09, 540, 3.8),
-    "lab3_gluon": Reading(274, 90, 120, 6, 0.03, 764, 5.2),
-    "lab4_sdpa": Reading(181, 90, 120, 7, 0.06, 601, 5.2),
+    "lab1": Reading(237, 85, 120, 6, 0.04, 684, 3.8),
+    "lab2_flexattention": Reading(225, 90, 119, 3, 0.05, 503, 4.0),
+    "lab3_gluon": Reading(274, 90, 120, 6, 0.02, 730, 5.3),
+    "lab4_sdpa": Reading(169, 90, 120, 7, 0.03, 557, 5.4),
 }
 
 

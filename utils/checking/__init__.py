@@ -14,7 +14,6 @@ from utils.checking.verdicts import (
     expect_items,
     expect_number,
     is_answered,
-    needs,
     quiet_stderr,
     visible,
 )

@@ -100,10 +100,8 @@ def _module(source: str, file: str):
         raise WrongAnswer(f"{file} cannot be imported: {type(error).__name__}: {text}") from None
 
 
-def load_kernels(source: str | None, launch: Launch):
+def load_kernels(source: str, launch: Launch):
     """Return the student's file as a module with the kernel of a launch; `AnswerNeeded` if that is not written yet."""
-    if source is None:
-        raise AnswerNeeded(f"{launch.file} is not written yet: answer its question first, and run its cell.")
     module = _module(source, launch.file)
     if not hasattr(module, launch.kernel):
         raise WrongAnswer(f"{launch.file} defines no {launch.kernel}: keep the kernel's name and arguments.")

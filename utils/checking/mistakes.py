@@ -201,6 +201,6 @@ def expect_rounded_once(got: torch.Tensor, exact: torch.Tensor, what: str, suspe
     if otherwise > _OTHERWISE:
         dtype = str(got.dtype).removeprefix("torch.")
         raise AssertionError(
-            f"{what}: {otherwise:.0%} of the results are not the exact ones rounded to {dtype}. With float32 inside and one rounding at the "
+            f"{what.removesuffix(',')}: {otherwise:.0%} of the results are not the exact ones rounded to {dtype}. With float32 inside and one rounding at the "
             f"end it is less than 1%. Which of {suspects} has fewer bits than float32 on the way?"
         )

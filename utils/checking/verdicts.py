@@ -27,7 +27,7 @@ import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,8 +36,8 @@ from utils.checking.authors import lines_of_error
 from utils.checking.watching import Family, Rule
 
 
-def _label(question: str) -> str:
-    """`1.1` -> `Question 1.1`; `Bonus 4.5` stays."""
+def label_of(question: str) -> str:
+    """Return `Question 1.1` for `1.1`; `Bonus 4.5` stays."""
     return f"Question {question}" if question[:1].isdigit() else question
 
 
@@ -70,7 +70,7 @@ class Verdict:
         print(f"✓ {self._text()}")
 
     def _text(self) -> str:
-        label = _label(self.question)
+        label = label_of(self.question)
         message = self.message or ("passed." if self.passed else "failed.")
         return message if message.startswith(label) else f"{label}: {message}"
 
@@ -139,35 +139,43 @@ def raises_not_implemented(source: str) -> bool:
     return any(isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node) for node in ast.walk(tree))
 
 
-def needs(own: str = "", /, *, files: dict[str, str] | None = None, after: str = "", **answers: str) -> None:
-    """Stop a cell if an answer or another name that it uses is missing, and say which cell has to run first.
+def missing_answer(cell: ast.Module, names: Mapping[str, Any]) -> str | None:
+    """Say which answer a cell of a notebook uses that is not there yet; None if the cell may run.
 
-    The build writes this call into the notebooks' cells.
-
-    Args:
-        own: the question that the cell tests; its answers only have to exist, since the test says whether they are
-            written.
-        files: {file that an answer cell writes: its question}.
-        after: names that cells above define, with spaces between them.
-        **answers: {name of an answer: its question, `1.1` or `Bonus 4.5`}.
+    The checks' parameters have the names of the answers, but for texts of files. A check says by itself that its answer is not
+    written, a cell that asks `is_answered` goes on without it, and an answer may call one that is written later.
     """
-    names = sys._getframe(1).f_globals
-    above = "Run the cells above this one first (menu Run, Run All Above Selected Cell)"
-    for name, question in [*answers.items(), *(files or {}).items()]:
-        what, file = f"This cell needs {_label(question)} ({name})", Path(name) if name not in answers else None
-        if file and not file.exists():
-            raise AnswerNeeded(f"{what}, and there is no such file: run the answer cell that writes it.")
-        if not file and name not in names:
-            raise AnswerNeeded(
-                f"{what}, and there is no {name}. {above}, mend what ends in an error there, and name your answer {name}."
-            )
-        written = not raises_not_implemented(file.read_text(errors="replace")) if file else is_answered(names[name])
-        if question != own and not written:
-            raise AnswerNeeded(f"{what}: answer it first.")
-    # Answers come first: a cell above that defines nothing may have stopped for the same answer.
-    lost = [name for name in after.split() if name not in names]
-    if lost:
-        raise AnswerNeeded(f"This cell needs {lost[0]}, which a cell above it defines. {above}.")
+    checks = {name: check for name, check in names.items() if name.startswith("check_") and hasattr(check, "question")}
+    asked = [(check.question, inspect.signature(check).parameters.values()) for check in checks.values()]
+    questions = {p.name: question for question, answers in asked for p in answers if p.annotation is p.empty}
+    nodes = list(ast.walk(cell))
+    bound = {getattr(node, "name", getattr(node, "arg", None)) for node in nodes}  # functions, classes, arguments
+    bound |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    if bound & questions.keys():
+        return None
+    calls = [n for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") in ("is_answered", *checks)]
+    may_wait = {part.id for call in calls for part in ast.walk(call) if isinstance(part, ast.Name)}
+    for name in (node.id for node in nodes if isinstance(node, ast.Name) and node.id in questions):
+        what = f"This cell needs {label_of(questions[name])} ({name})"
+        if name not in names:
+            above = "Run the cells above this one first (menu Run, Run All Above Selected Cell)"
+            return f"{what}, and there is no {name}. {above}, mend what ends in an error there, and name your answer {name}."
+        if name not in may_wait and not is_answered(names[name]):
+            return f"{what}: answer it first."
+    return None
+
+
+def watch_cells() -> None:
+    """Let each cell of this notebook say what it lacks before it runs; do nothing outside of a notebook."""
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+    def visit(cell: ast.Module) -> ast.Module:
+        if message := missing_answer(cell, shell.user_ns):
+            cell.body = ast.parse(f"raise __import__('utils.checking').checking.AnswerNeeded({message!r})").body
+        return cell
+
+    if shell:
+        shell.ast_transformers.append(types.SimpleNamespace(visit=visit))
 
 
 def check(
@@ -201,7 +209,7 @@ def check(
             given = signature.bind(*args, **kwargs)  # a wrong call of the check itself is not the student's mistake
             answers = {name: is_answered(value) for name, value in given.arguments.items() if callable(value)}
             if missing := [name for name, answered in answers.items() if not answered]:
-                what = missing[0] if len(missing) < len(answers) else _label(question)
+                what = missing[0] if len(missing) < len(answers) else label_of(question)
                 return Verdict(question, False, f"{what} is not answered yet.")
             given.arguments.update({name: Answer(given.arguments[name], rule) for name in answers})
             try:
@@ -243,8 +251,8 @@ def _explain(error: BaseException, question: str, function: Callable) -> str:
     # The `raise NotImplementedError()` of a stub has no words; torch's, for an operator that it lacks, has some.
     if isinstance(error, NotImplementedError) and not str(error):
         if len(lines) > 1 and lines[-1].function != lines[0].function:
-            return f"{_label(question)} calls {lines[-1].function}, which is not answered yet."
-        return f"{_label(question)} is not answered yet."
+            return f"{label_of(question)} calls {lines[-1].function}, which is not answered yet."
+        return f"{label_of(question)} is not answered yet."
     if isinstance(error, AssertionError):
         return (str(error) or "an assert without a message failed.") + where
     if isinstance(error, SystemExit):

@@ -44,11 +44,12 @@ from utils.checking.labs.lab1.gemm import Queue
 from utils.files import ROOT, recorded_table
 from utils.files import output_path as output_path
 from utils.labs import session
+from utils.labs.session import answered, small_task
 from utils.labs.session import beside_guess as beside_guess
 from utils.labs.session import guesses as guesses
 from utils.labs.session import keep as keep
 from utils.labs.session import results as results
-from utils.labs.session import small_task
+from utils.labs.session import text_of as text_of
 from utils.machine.device import compile_support as compile_support
 from utils.machine.device import cuda_graph_support as cuda_graph_support
 from utils.visualization import series, style_axes
@@ -234,6 +235,7 @@ def compiled_file(name: str):
     """Import an answer's file, such as gemm_triton.py, anew on a GPU; None without one, where nothing can be timed."""
     import importlib
 
+    answered(name)
     if on_gpu:
         return importlib.reload(importlib.import_module(name.removesuffix(".py")))
     print("No GPU, so there is nothing to time: the simulator proves that the kernel is right, not that it is fast.")

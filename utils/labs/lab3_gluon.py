@@ -43,14 +43,13 @@ from utils.checking.kernel_exercises import (
     simulate_launch,
 )
 from utils.checking.labs.lab3_gluon import *  # noqa: F403 (all the visible checks)
-from utils.checking.verdicts import raises_not_implemented
 from utils.config import GPU_SPECS
 from utils.files import ROOT
 from utils.gluon_cpu.timeline import COLORS
 from utils.kernels.offline import BLACKWELL as BLACKWELL_CHIP
 from utils.kernels.offline import HOPPER
 from utils.labs import session
-from utils.labs.session import beside_guess, guesses, outcomes, results, save
+from utils.labs.session import answered, beside_guess, guesses, outcomes, results, save, text_of
 from utils.machine.device import gluon_on_blackwell, gluon_support, offline_compile_support
 from utils.visualization import series, style_axes
 
@@ -76,20 +75,6 @@ def machine() -> None:
     print(f"simulator   Gluon of Triton {triton.__version__}")
     print(f"compiler    {offline_compile_support().reason}")
     print(f"Hopper GPU  {'yes: your kernels run here, too' if on_hopper else gluon_support().reason}")
-
-
-def text_of(file: str) -> str:
-    """Return the text of an exercise's file."""
-    if not Path(file).exists():
-        question = " (Bonus Question 3.4)" if file == "lab3_broken.py" else ""
-        raise AnswerNeeded(f"{file} is not there: run the cell that begins with %%writefile {file}{question}.")
-    return Path(file).read_text()
-
-
-def answered(file: str) -> str | None:
-    """Return the text of an exercise's file, or None while its hole is still there."""
-    text = Path(file).read_text() if Path(file).exists() else ""
-    return text if text and not raises_not_implemented(text) else None
 
 
 # ---- lines that a student writes for no points -----------------------------------------------------------------------
@@ -457,13 +442,11 @@ def compiled_answers(kernels: dict[str, Launch], capability: int = HOPPER) -> di
         return {}
     whole = {}
     for name, launch in kernels.items():
-        if (text := answered(launch.file)) is None:
-            print(f"{name}: not answered yet")
-            continue
-        print(f"{name} is compiled ...", flush=True)
         try:
+            text = answered(launch.file)
+            print(f"{name} is compiled ...", flush=True)
             whole[name] = compile_for_hopper(text, launch, capability=capability)
-        except AssertionError as refused:
+        except (AnswerNeeded, AssertionError) as refused:
             print(f"{name}: {refused}")
             if capability == BLACKWELL_CHIP and not gluon_on_blackwell():
                 print(f"    {gluon_on_blackwell().reason}")  # such as that Triton is too old

@@ -149,7 +149,7 @@ def who_runs(calls: Mapping[str, tuple], why_not: Callable[..., list[str]], back
     numbers: dict[str, int] = {}
     for y, row in enumerate(rows):
         for x, backend in enumerate(backends):
-            works, color = row[backend] == ["runs"], COLORS.get(backend, series(0).color)
+            works, color = row[backend] == ["runs"], COLORS.get(backend, "0.5")
             marks = " ".join(f"({numbers.setdefault(r, len(numbers) + 1)})" for r in row[backend] if r != "runs")
             look = {"facecolor": color if works else "white", "edgecolor": color, "alpha": 0.55}
             ax.add_patch(plt.Rectangle((x, y), 0.94, 0.86, **look))

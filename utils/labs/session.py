@@ -20,6 +20,8 @@ from IPython.display import display
 from matplotlib.ticker import MaxNLocator
 
 from utils.benchmark.profiling import TraceEvent, read_trace
+from utils.checking import AnswerNeeded
+from utils.checking.verdicts import raises_not_implemented, watch_cells
 from utils.files import ROOT, output_path, recorded_table
 from utils.machine.environment import environment
 from utils.visualization import series, style_axes
@@ -31,6 +33,8 @@ NEAR = 0.25  # a guess of a number counts for you if it is off by a quarter at m
 results: dict[str, list[dict]] = {}  # this run's tables, saved at the end
 guesses: dict[str, object] = {}  # your predictions; a measured value is printed beside its guess
 outcomes: dict[str, object] = {}  # what came out, by the same names
+
+watch_cells()
 
 
 def beside_guess(what: str, measured: object) -> None:
@@ -128,9 +132,10 @@ def plot_bars(tables: Mapping[str, pd.DataFrame], columns: Sequence[str], label:
         words = table[[label] if isinstance(label, str) and label else label or [table.columns[0]]]
         names = words.replace({True: "causal", False: "full"}).astype(str).agg(", ".join, axis=1).tolist()
         kinds = next((table[kind] for kind in ("backend", "ran") if kind in table), words.iloc[:, 0])
+        other = "0.5" if {*kinds} & {*COLORS} else series(i).color  # beside backends' colours, grey is no backend
         for ax, column in zip(grid[i], columns, strict=True):
             values = table[column].astype(float) if column in table else pd.Series(math.nan, table.index)
-            bars = ax.barh(range(len(table)), values, color=[COLORS.get(kind, series(i).color) for kind in kinds])
+            bars = ax.barh(range(len(table)), values, color=[COLORS.get(kind, other) for kind in kinds])
             marks = ["" if math.isnan(v) else f"{v:,.0f}" if v >= 1000 else f"{v:.3g}" for v in values]
             ax.bar_label(bars, marks, padding=3, fontsize=8)
             ax.set_ylim(len(table) - 0.5, -0.5)
@@ -150,6 +155,20 @@ def inside_of_last(trace: str | Path, name: str, without: str = "") -> list[Trac
     names = ["generated kernel" if "CompiledFxGraph" in e.name else e.name.removeprefix(without) for e in inside]
     lanes = [re.sub(r"thread \d+", "CPU", event.lane) for event in inside]
     return [replace(event, name=n, lane=lane) for event, n, lane in zip(inside, names, lanes, strict=True)]
+
+
+def text_of(file: str) -> str:
+    """Return the text of an exercise's file."""
+    if not Path(file).exists():
+        raise AnswerNeeded(f"{file} is not there: run the cell that begins with %%writefile {file}.")
+    return Path(file).read_text()
+
+
+def answered(file: str) -> str:
+    """Return the text of an exercise's file; `AnswerNeeded` while its hole is still there."""
+    if raises_not_implemented(text := text_of(file)):
+        raise AnswerNeeded(f"This cell needs {file}: answer its question first, and run its cell.")
+    return text
 
 
 def small_task(

@@ -110,6 +110,7 @@ def promises(block_flops, promised_speedup, document_blocks, seed=None):
             {
                 "Documents shorter than a block still need the block.": length * span / block**2,
                 "A document of n blocks a side has n x n blocks, not n.": max(length // block, length // span),
+                "A block that two documents share is computed once.": length // span * max(1, span // block) ** 2,
                 "These are all blocks.": (length // block) ** 2,
                 "Not causal: both halves count.": (length // max(span, block))
                 * (max(1, span // block) * (max(1, span // block) + 1) // 2),

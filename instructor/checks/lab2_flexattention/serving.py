@@ -50,6 +50,11 @@ def at_positions(at_positions, seed=None):
                 b,
                 h,
             )
+    first_two, what = (
+        at_positions(lambda b, h, q, k: k < 2, positions),
+        f"at_positions of {starts}, the first two keys,",
+    )
+    expect_mask(first_two, (k < 2).expand(sq, sk), what, b=1, probes={(0, 2): "Only the queries move."})
     expect_program(mod, 16, "at_positions", sq, sk)
     expect_no_constants(at_positions, _window(width), positions)
 

@@ -141,10 +141,14 @@ def intensities(intensity, queries_to_ridge, seed=None):
         # Stay far from whole numbers, where the last bit would decide; the first one also lies below a half, so that
         # rounding to the nearest number is wrong in every draw.
         while not 0.05 < exact % 1 < (0.45 if turn == 0 else 0.95):
-            ridge = draw.real(0.3, 0.8) * 2 * sk / size  # so close to the limit that the bytes of the queries matter
+            # So close to the limit that the bytes of the queries matter; once so close that more queries than keys are needed.
+            ridge = draw.real(*((0.92, 0.96) if turn == 1 else (0.3, 0.8))) * 2 * sk / size
             exact = ridge * size * sk / (group * (2 * sk - ridge * size))
         what = f"queries_to_ridge({ridge:.4f}, {sk}, {group}, {d}, {dtype_name(dtype)})"
         got = queries_to_ridge(ridge, sk, group, d, dtype)
+        assert got is not None, (
+            f"{what} is None, and {math.ceil(exact)} queries reach it: more than keys may be needed."
+        )
         expect_value(
             got,
             math.ceil(exact),

@@ -22,7 +22,6 @@ from instructor.grading.submission import harmless
 from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
 from instructor.grading.wire.channel import without_surrogates
 from instructor.names import FILE_CELL, bound_names, is_too_much, names_taken, python_of, used_names
-from instructor.needs import NAME as NEEDS
 from instructor.source import QUESTION_ID
 
 MAX_NOTEBOOK = 64 << 20  # bytes
@@ -322,8 +321,7 @@ def _leave_out(steps: list[Step]) -> None:
         return
     names = set().union(*(names_taken(s.source) for s in needed_anyway))
     rest = [s for s in run if s not in needed_anyway]
-    # Every cell imports `needs` for itself, so that no cell needs another one for it.
-    while more := [s for s in rest if (bound_names(ast.parse(python_of(s.source) or "")) - {NEEDS}) & names]:
+    while more := [s for s in rest if bound_names(ast.parse(python_of(s.source) or "")) & names]:
         for step in more:
             rest.remove(step)
             names |= names_taken(step.source)

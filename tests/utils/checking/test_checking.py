@@ -1,10 +1,10 @@
 """Verdicts, closeness and numbers: what a student is told."""
 
+import ast
 import functools
 import logging
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,10 +21,10 @@ from utils.checking import (
     expect_number,
     expect_rounded_once,
     is_answered,
-    needs,
     quiet_stderr,
     visible,
 )
+from utils.checking.verdicts import missing_answer, watch_cells
 
 # --- verdicts ---
 
@@ -174,33 +174,40 @@ def test_a_stub_of_triton_is_seen_through():
     assert not is_answered(triton.jit(_stub)) and is_answered(triton.jit(_guarded))
 
 
+def _of_two(gone, text: str = ""):
+    pass
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("cell", "message"),
     [
-        ('needs(gemm="1.1", after="x")', None),
-        ('needs("1.2", stub="1.2")', None),  # its test says that it is not answered
-        ('needs(stub="1.2")', "This cell needs Question 1.2 (stub): answer it first."),
-        ('needs(gone="Bonus 1.6")', "This cell needs Bonus 1.6 (gone), and there is no gone. Run the cells above"),
-        ('needs("1.6", gone="1.6")', "This cell needs Question 1.6 (gone), and there is no gone."),
-        ('needs(after="x roofs")', "This cell needs roofs, which a cell above it defines. Run the cells above"),
-        ('needs(files={"no_such_file.py": "1.5"})', "This cell needs Question 1.5 (no_such_file.py)"),
-        ('needs(files={"stub.py": "1.5"})', "This cell needs Question 1.5 (stub.py): answer it first."),
-        ('needs("1.5", files={"stub.py": "1.5"})', None),  # its test says that it is not answered
-        ('needs(files={"broken.py": "1.5", "written.py": "1.5"})', None),
+        ("gemm(1); x", None),
+        ("check_two(stub, gemm)", None),  # it says that the stub is not answered
+        ("stub(1) if is_answered(stub) else 2", None),
+        ("def helper():\n    return stub(1)", "This cell needs Question 1.2 (stub): answer it first."),
+        ("def gone():\n    return stub(1)", None),  # an answer may call one that is written later
+        ("for stub in [1]:\n    print(stub)", None),
+        ("value = [stub(i) for i in range(3)]", "This cell needs Question 1.2 (stub): answer it first."),
+        ("check_bonus(gone)", "This cell needs Bonus 1.6 (gone), and there is no gone. Run the cells above"),
+        ("unknown(1), text", None),  # a NameError says that; the text of a file is no answer
     ],
 )
-def test_needs(call, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("stub.py").write_text("def kernel():\n    raise NotImplementedError()\n")
-    Path("written.py").write_text("def kernel():\n    pass  # was: raise NotImplementedError()\n")
-    Path("broken.py").write_text("def kernel(:\n")
-    names = {"needs": needs, "gemm": _guarded, "stub": _stub, "x": None}
-    if message is None:
-        exec(call, names)
-        return
-    with pytest.raises(AnswerNeeded) as caught:
-        exec(call, names)
-    assert str(caught.value).startswith(message)
+def test_a_cell_says_which_answer_it_needs(cell, message):
+    names = {"gemm": _guarded, "stub": _stub, "check_two": visible("1.2")(lambda stub, gemm: None)}
+    names["check_bonus"] = visible("Bonus 1.6")(_of_two)
+    said = missing_answer(ast.parse(cell), names)
+    assert said == message or (message and said.startswith(message))
+
+
+def test_a_notebook_stops_before_the_cell(monkeypatch):
+    """The cell's first statements do not run, and the error has its own words."""
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    watch_cells()
+    shell.user_ns |= {"stub": _stub, "check_one": visible("1.2")(lambda stub: None)}
+    result = shell.run_cell("before = 1\nstub()")
+    assert isinstance(result.error_in_exec, AnswerNeeded) and "before" not in shell.user_ns
+    assert shell.run_cell("before = 1").success and shell.user_ns["before"] == 1
 
 
 # --- closeness ---

@@ -8,8 +8,7 @@ in the backward pass rows are keys and columns are queries. Both passes read the
     tiles        four numbers for each tile of rows: its first row, the end of its rows, and two more
 
 In the backward pass, the last two numbers are the blocks of columns [lo, hi) that the tile's rows see. In the forward
-pass, they are the first key that the tile's first row sees, and the number of blocks from this key on. So this row sees
-the first block whole.
+pass, they are the first key that the tile's first row sees, where block 0 begins, and the number of blocks.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ is packed and summed while the exponentials of the second half run. With three o
 rows as one piece. Scores are in base 2 (`shared.py`).
 
 The maximum in use changes only when the true maximum exceeds it by 8 in base 2. Until then probabilities are at most
-2^8. The result is exact nevertheless, because sum and output have the same factor. After the first blocks, hardly any
-warp must rescale its output.
+2^8. The result is exact nevertheless, because sum and output have the same factor. Later blocks rarely rescale it.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.

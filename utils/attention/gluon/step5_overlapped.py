@@ -12,7 +12,7 @@ output stay in registers. Blocks of keys are computed from the last to the first
     registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
     shared        Q + K ring + V ring                          48+64+64         64+64+96         64+64+96 KiB
 
-On an H200: 1.02 to 1.06 times as fast as the best of cuDNN, FlashAttention 3 and 4 (docs/kernels/attention.md).
+On an H200: 1.015 to 1.053 times as fast as the best of cuDNN, FlashAttention 3 and 4 (docs/kernels/attention.md).
 
 With two tiles of Q, the producer loads the next tile while the consumers compute this tile. If full attention leaves
 few tiles for the last round, all programs share these tiles, 64 rows each (`plan.whole_tiles`). Only blocks that

@@ -180,7 +180,7 @@ def expect_decoded(decode_with_cache, layer, rotary_emb, tokens: torch.Tensor, p
     for name, counts in seen.items():
         if counts != [prompt_len] + [1] * new:
             raise AssertionError(
-                f"{what}: the values are right, but the layer's {name} ran on {counts} tokens, call by call. One prefill of {prompt_len} "
+                f"{what.removesuffix(',')}: the values are right, but the layer's {name} ran on {counts} tokens, call by call. One prefill of {prompt_len} "
                 f"tokens and then {new} times 1 token is what the cache is for."
             )
 

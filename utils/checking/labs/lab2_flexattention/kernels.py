@@ -215,8 +215,12 @@ def expect_bucket(bucketed_attention, attend, calls: list[tuple], qkv: tuple, bu
         "Attention is not causal here.": F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
     hint = name_mistakes(got, expected, mistakes)
-    what = f"bucketed_attention of {tokens} tokens in a bucket of {bucket}"
-    expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
+    what = f"{tokens} tokens in a bucket of {bucket}"
+    expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"bucketed_attention of {what}", hint=hint)
+    real = (torch.arange(bucket) < tokens).expand(tokens, bucket)
+    expect_mask(
+        calls[0][1], real, f"the mask of {what}", {"Pad at the end: the first keys are the real ones.": real.flip(1)}
+    )
     return calls[0][1]
 
 
@@ -226,8 +230,8 @@ def check_at_positions(at_positions):
         return (k <= q) & (q - k < 3 + h)
 
     first_two = at_positions(lambda b, h, q, k: k < 2, torch.tensor([0, 3]))
-    mistakes = {"Only the queries move: key k stands at k.": "000000/000000"}
-    expect_mask(first_two, "110000/110000", "at_positions of [0, 3], the first two keys,", b=1, mistakes=mistakes)
+    probes = dict.fromkeys(((0, 0), (0, 2)), "Only the queries move: key k stands at k.")
+    expect_mask(first_two, "110000/110000", "at_positions of [0, 3], the first two keys,", b=1, probes=probes)
     mod = at_positions(window, torch.tensor([0, 3]))
     expect_mask(mod, "100000/110000", "at_positions of [0, 3], window of 3,", b=0)
     moved = {

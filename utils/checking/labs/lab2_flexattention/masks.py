@@ -133,7 +133,10 @@ def expect_programs(causal, sliding_window, prefix_lm) -> None:
 def expect_numbers(document_numbers, lengths: list[int], size: int, expected: list[int]) -> None:
     """Assert the documents of tokens, and that the list of lengths is as it was."""
     what, given = f"document_numbers({lengths}, {size}, cpu)", list(lengths)
-    got = document_numbers(given, size, torch.device("cpu"))
+    try:
+        got = document_numbers(given, size, torch.device("cpu"))
+    except ValueError as error:
+        raise AssertionError(f"{what} raises ValueError ({error}), and the documents fit.") from None
     assert given == lengths, f"{what} left {given} of its list. Work on a copy."
     assert isinstance(got, torch.Tensor) and not got.is_floating_point() and got.dtype != torch.bool, (
         f"{what} should be a tensor of integers, and is {getattr(got, 'dtype', type(got).__name__)}."

@@ -86,14 +86,14 @@ def check_owner(owner):
 
 
 @visible("2.2", "Transpose")
-def check_transpose(text):
+def check_transpose(text: str):
     """Whole and incomplete tiles, with rows that lie side by side and apart."""
     sizes = ((32, 64), (96, 32), (3, 65), (33, 1), (45, 70))
     rules.transpose(text, [transpose_launch(m, n, spare=spare) for m, n in sizes for spare in (0, 3)], compiles=True)
 
 
 @visible("3.1", "cp.async pipeline")
-def check_async_copy(text):
+def check_async_copy(text: str):
     """One to four slots."""
     tries = [async_copy_launch(*sizes) for sizes in ((2051, 5, 2), (700, 3, 1), (1089, 4, 4), (2001, 4, 3))]
     rules.async_copy(
@@ -102,7 +102,7 @@ def check_async_copy(text):
 
 
 @visible("3.2", "TMA ring")
-def check_tma_ring(text):
+def check_tma_ring(text: str):
     """One to four slots, also with fewer tiles than slots."""
     sizes = ((16, 320, 2, HALF), (19, 72, 4, HALF), (16, 192, 1, HALF), (40, 440, 3, BRAIN))
     tries = [tma_ring_launch(*each) for each in sizes]
@@ -110,7 +110,7 @@ def check_tma_ring(text):
 
 
 @visible("Bonus 3.4", "Repair")
-def check_repairs(text, repairs):
+def check_repairs(text: str, repairs):
     """Three rings in four timings; the file with the repairs is written, so that a report's lines can be found."""
     text = rules.repaired(text, repairs())
     Path("lab3_repaired.py").write_text(text)
@@ -118,7 +118,7 @@ def check_repairs(text, repairs):
 
 
 @visible("4.1", "The first wgmma")
-def check_wgmma(text):
+def check_wgmma(text: str):
     """Several sizes and dtypes, and sums that 16 bits cannot hold."""
     sizes = ((64, 128, 64, 128, BRAIN), (129, 520, 72, 128, BRAIN), (100, 72, 200, 32, HALF))
     rules.matmul(text, [wgmma_launch(*each) for each in sizes], TWO, compiles=True)
@@ -126,7 +126,7 @@ def check_wgmma(text):
 
 
 @visible("5.1", "Online softmax in a kernel")
-def check_softmax(text):
+def check_softmax(text: str):
     """Edges of the mask, large scores, and scores that fall or rise from block to block."""
     inputs = (
         edge_inputs(70, 3, dtype=HALF),
@@ -141,7 +141,7 @@ def check_softmax(text):
 
 
 @visible("5.2", "Producer and consumers")
-def check_specialized(text):
+def check_specialized(text: str):
     """One to three slots in three timings."""
     tries = [
         attention_launch("lab3_specialized.py", 128, *edge_inputs(sq, sk, dtype=dtype), STAGES=stages)
@@ -151,7 +151,7 @@ def check_specialized(text):
 
 
 @visible("5.3", "Overlap")
-def check_overlap(text):
+def check_overlap(text: str):
     """Two and three slots, large scores, and how much of the softmax runs under a product."""
     inputs = (
         (edge_inputs(128, 257), 2),
@@ -166,7 +166,7 @@ def check_overlap(text):
 
 
 @visible("Bonus 6.1", "The same product by tcgen05")
-def check_tcgen05(text):
+def check_tcgen05(text: str):
     """The sizes of 4.1, with tiles of 128 rows."""
     sizes = ((128, 128, 64, 128, BRAIN), (200, 264, 136, 128, BRAIN), (100, 72, 200, 32, HALF))
     rules.matmul(text, [tcgen05_launch(*each) for each in sizes], TWO)
@@ -174,7 +174,7 @@ def check_tcgen05(text):
 
 
 @visible("Bonus 6.2", "Two softmaxes")
-def check_two_softmax(text):
+def check_two_softmax(text: str):
     """One to four blocks of keys in three timings; scores that rise, so that O has to shrink."""
     tries = [two_softmax_launch(*edge_inputs(sq, sk)) for sq, sk in ((256, 257), (200, 70))]
     tries.append(two_softmax_launch(*attention_inputs(1, 130, 512, 64, 20.0)))

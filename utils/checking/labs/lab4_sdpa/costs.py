@@ -149,16 +149,20 @@ def check_intensities(intensity, queries_to_ridge):
         "Two FLOPs a multiply-accumulate, and two bytes a number in bf16.": 18.75,
         "Each query head of the group has queries and an output of its own.": 50.0,
         "Keys are as long as the cache, not as the queries.": 15.0,
+        bytes_too: 60.0,
     }
     shared, itemsize = "The group shares the keys, too: group * queries count.", "An element has itemsize bytes."
     of_queries = {up: 28, shared: 87, bytes_too: 17, itemsize: 11}
     short, long = "a ridge of 50.3, 120 keys, 3 heads to a key head, bf16", "a ridge of 50.7, 1000 keys, 1 head, bf16"
+    near = "a ridge of 48.3, just below the limit of 50 keys, bf16"
     for got, right, what, mistakes in (
         (intensity(20, 100, 3, 10, bf16), 37.5, f"the intensity of {groups}, bf16,", of_intensity),
         (intensity(20, 100, 3, 10, torch.float32), 18.75, f"the intensity of {groups}, fp32,", {itemsize: 37.5}),
         (queries_to_ridge(50.3, 120, 3, 10, bf16), 29, f"queries_to_ridge of {short}", of_queries),
         (queries_to_ridge(50.7, 1000, 1, 64, bf16), 54, f"queries_to_ridge of {long}", {up: 53, bytes_too: 51}),
+        (queries_to_ridge(48.3, 50, 1, 64, bf16), 1421, f"queries_to_ridge of {near}", {up: 1420}),
     ):
+        assert got is not None, f"{what} is None, and more queries than keys do reach it."
         expect_number(got, right, rel=1e-6, what=what, mistakes=mistakes)
     for ridge in (12.0, 10.0):
         expect_unreachable(queries_to_ridge, ridge, 10)

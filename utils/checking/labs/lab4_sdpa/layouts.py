@@ -110,9 +110,9 @@ def _reason_of(arguments: dict, what: str) -> str:
 
 
 @visible("4.2", "Four more knock-outs")
-def check_knock_outs(knock_outs):
+def check_knock_outs(KNOCK_OUTS):
     """Check all of them on one shape."""
-    expect_knock_outs(knock_outs, torch.randn)
+    expect_knock_outs(KNOCK_OUTS, torch.randn)
 
 
 def at_the_same_places(got: torch.Tensor, x: torch.Tensor) -> bool:
