@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def b_columns(self) -> int:
-        """Number of B's columns that copies bring into a slot, a multiple of 64, or of 8 for each block if B is column-major."""
+        """Number of B's columns in a slot: block_n, rounded up to whole copies."""
         unit = 8 * self.cluster if self.b_column_major else min(64, self.columns)
         return ceil_div(self.block_n, unit) * unit
 

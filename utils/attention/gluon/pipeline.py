@@ -228,7 +228,7 @@ class Work:
 
     @gluon.jit
     def clean_blocks(self, row, ROWS: gl.constexpr, lo, hi, stop, base):
-        """Return right and left: with i = 0 for the last block of [lo, hi), the blocks right <= i < left need no mask."""
+        """Return right and left. If i counts the blocks of [lo, hi) from the last, blocks right <= i < left need no mask."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
         if self.PACKED:
             first, end = clean_interval(self.back, row, ROWS, stop, self.sq, BLOCK_N, base)

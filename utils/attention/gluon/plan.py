@@ -180,8 +180,8 @@ def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list
     return counts
 
 
-# Bytes of K and V of the heads of a section, which are computed at the same time. A third of an H100's L2 leaves room for Q and the
-# output, and the programs' first tiles do not load K and V of too many heads.
+# A section is a group of heads that are computed at the same time; its K and V have this number of bytes. They take a third of
+# an H100's L2, beside Q and the output. With small sections the programs' first tiles load K and V of few heads at once.
 SECTION_BYTES = 16 << 20
 _LAST_SECTION = 2  # the last section is twice as large: it has enough short tiles for all programs to end together
 TILE_OVERHEAD = 1.5  # time of a tile's first scores, last product and store, in the time of a block of keys
