@@ -1,7 +1,7 @@
-"""Build a lab's notebooks: source -> instructor notebook -> student notebook, the same bytes every time.
+"""Build a lab's notebooks: source -> instructor notebook -> student notebook. Every build gives the same bytes.
 
 nbgrader's own preprocessors make the student notebook, so that `nbgrader generate_assignment` on the instructor
-notebook makes the same cells. Then the result is searched for lines that must not reach students.
+notebook makes the same cells. Then the build searches the result for lines that must not reach students.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from instructor.points import Question, fill_points, find_questions
 from instructor.source import REGIONS, Cell, Lab, LabError, parse_code, read_lab
 from utils.files import ROOT, repository_address
 
-CANARY_LENGTH = 16  # characters; shorter lines, such as `return c`, say nothing
-QUOTE_LENGTH = 32  # a secret line of this length may not even be part of a longer public line
+CANARY_LENGTH = 16  # in characters; shorter lines, such as `return c`, give nothing away
+QUOTE_LENGTH = 32  # a public line may not contain a secret line of at least this length
 FETCH = """\
 import importlib.util
 
@@ -29,10 +29,10 @@ if importlib.util.find_spec("utils") is None:  # a bare machine, such as Colab o
     !git clone -q --depth 1 {address} gpu-efficiency-labs
     %cd gpu-efficiency-labs
     %pip install -q -c constraints.txt -e ."""
-PUBLIC = "# public"  # ends a line of a solution that students may see
+PUBLIC = "# public"  # this comment marks a line of a solution that students may see
 MAY_RAISE = "raises-exception"  # JupyterLab's "Run All" and nbclient go on after a cell with this tag
 COLLAPSED = "collapsed"  # JupyterLab shows a cell with this tag, and a test cell that defines a check, folded
-# Steps of `nbgrader generate_assignment` that only concern a course folder: its header, its autotests, its gradebook.
+# Steps of `nbgrader generate_assignment` for a course folder only: its header, its autotests, its gradebook.
 COURSE_STEPS = ("IncludeHeaderFooter", "InstantiateTests", "SaveCells")
 
 
@@ -47,7 +47,7 @@ class Built:
     hints: dict[str, list[str]] = field(repr=False)  # {number of a question: kinds of its hints}
 
     def files(self, root: Path = ROOT) -> dict[Path, str]:
-        """{path: text} of the notebooks that a build writes."""
+        """The notebooks that a build writes, as {path: text}."""
         return {
             root / "build" / "instructor" / self.name / f"{self.name}.ipynb": self.instructor,
             root / f"{self.name}.ipynb": self.student,
@@ -73,7 +73,7 @@ def build_lab(path: Path) -> Built:
 
 
 def instructor_notebook(lab: Lab) -> NotebookNode:
-    """The notebook with solutions, hidden tests and marking schemes."""
+    """Return the notebook with solutions, hidden tests and marking schemes."""
     notebook = nbformat.v4.new_notebook()
     notebook.nbformat_minor = 5
     notebook.metadata = NotebookNode(
@@ -85,7 +85,7 @@ def instructor_notebook(lab: Lab) -> NotebookNode:
     for place, cell in enumerate(lab.cells):
         make = getattr(nbformat.v4, f"new_{cell.cell_type}_cell")
         node = make(cell.source, id=_cell_id(cell, repeats))
-        may_raise = cell.cell_type == "code" and place >= first_answer  # an answer may be missing, or wrong
+        may_raise = cell.cell_type == "code" and place >= first_answer  # if an answer is missing or wrong
         tags = sorted({*cell.tags, MAY_RAISE} if may_raise else cell.tags)
         if tags:
             node.metadata["tags"] = tags
@@ -98,7 +98,7 @@ def instructor_notebook(lab: Lab) -> NotebookNode:
 
 
 def _cell_id(cell: Cell, repeats: dict[str, int]) -> str:
-    """The grade id, or a hash of the content: stable when cells around it come and go."""
+    """Return the grade id, or a hash of the content, so that an id does not depend on the cells around it."""
     if cell.grade_id:
         return cell.grade_id
     digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
@@ -118,18 +118,18 @@ def student_notebook(instructor: NotebookNode) -> NotebookNode:
 
 
 def notebook_text(notebook: NotebookNode) -> str:
-    """The notebook as it is stored: valid, keys sorted, one trailing newline."""
+    """Return the text of a valid notebook, with sorted keys and one newline at the end."""
     nbformat.validate(notebook)
     return nbformat.writes(notebook, version=4).rstrip("\n") + "\n"
 
 
 def _squeeze(text: str) -> str:
-    """The text with each run of spaces and line breaks as one space."""
+    """Return the text with a single space in place of each run of spaces and line breaks."""
     return re.sub(r"\s+", " ", text).strip()
 
 
 def secret_lines(lab: Lab) -> dict[str, tuple[Cell, int]]:
-    """{line: (cell, its number in the cell)} of all lines that students may not see, except short ones and imports."""
+    """Return {line: (cell, line number in it)} of lines that students may not see, without short lines and imports."""
     secrets: dict[str, tuple[Cell, int]] = {}
     for cell in lab.cells:
         lines = cell.source.splitlines()
@@ -181,7 +181,7 @@ def _student_problems(lab: Lab, student: NotebookNode, secrets: dict[str, tuple[
 
 
 def write_files(files: dict[Path, str]) -> list[Path]:
-    """Write the files that differ from their text; returns the paths that were written."""
+    """Write the files that differ from their text, and return their paths."""
     changed = [path for path, text in files.items() if not _is_current(path, text)]
     for path in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def write_files(files: dict[Path, str]) -> list[Path]:
 
 
 def stale_files(built: Built, root: Path = ROOT) -> list[Path]:
-    """The committed notebooks that are not, byte for byte, what the source builds."""
+    """Return the committed notebooks that differ from the build of their source in any byte."""
     committed = root / f"{built.name}.ipynb"
     return [] if _is_current(committed, built.student) else [committed]
 

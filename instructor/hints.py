@@ -1,4 +1,4 @@
-"""Folded hints for a question, up to three, written at the end of its prose and shown as `<details>`.
+"""Folded hints for a question. The source has up to three at the end of a question's prose; students see `<details>`.
 
     # %% [markdown]
     # ### Question 1.1: Naive GEMM {points}
@@ -37,7 +37,7 @@ def fill_hints(lab: Lab) -> dict[str, list[str]]:
         {number of a question: the kinds of its hints, in order}, for all questions of the lab.
 
     Raises:
-        LabError: a hint of an unknown kind, without text, under no question, or in another order.
+        LabError: if a hint has an unknown kind, no text or no question, or if the order is wrong.
     """
     found: dict[str, list[str]] = {}
     problems: list[str] = []
@@ -81,7 +81,7 @@ def fill_hints(lab: Lab) -> dict[str, list[str]]:
 
 
 def _what_counts(lab: str, number: str) -> str:
-    """A fold with the rules of the question's checks, as they describe themselves."""
+    """Return a fold with the descriptions of the rules of the question's checks."""
     checks = vars(import_module(f"instructor.checks.{lab}")).values()
     mine = [c for c in checks if getattr(c, "question", "").removeprefix("Bonus ") == number and c.rule is not None]
     rules = {check.rule.describe(): f"**{check.title}.** " * (len(mine) > 1) for check in mine}

@@ -1,4 +1,4 @@
-"""The names that a piece of a notebook uses, and those that it defines."""
+"""The names that a piece of a notebook uses, and the names that it defines."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import builtins
 import re
 import symtable
 
-MAX_SOURCE = 200_000  # characters of a cell whose names are looked at
-MAX_WORK = 1_000_000  # characters times magics of such a cell: seconds
+MAX_SOURCE = 200_000  # longest cell whose names are read, in characters
+MAX_WORK = 1_000_000  # the largest product of a cell's characters and magics; it takes seconds
 FILE_CELL = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+)?(\S+)")
 
 
 def python_of(source: str) -> str | None:
-    """A code cell as plain Python, or None if it is not."""
+    """Return a code cell as plain Python, or None if it is not Python."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     if is_too_much(source) or FILE_CELL.match(source.lstrip()):
@@ -21,23 +21,23 @@ def python_of(source: str) -> str | None:
     try:
         try:
             ast.parse(source)
-            return source  # as most cells are; the transformer is slow
+            return source  # most cells are plain Python, and the transformer is slow
         except SyntaxError:
             text = TransformerManager().transform_cell(source)
             ast.parse(text)
             return text
-    except (SyntaxError, ValueError, RuntimeError, MemoryError):  # RuntimeError: too many magics for IPython
+    except (SyntaxError, ValueError, RuntimeError, MemoryError):  # IPython raises a RuntimeError for too many magics
         return None
 
 
 def is_too_much(source: str) -> bool:
-    """True for a cell that takes long to read: IPython goes through all of it again for each magic and each `!`."""
+    """Return whether a cell takes long to read: IPython reads all of it again for each magic and each `!`."""
     magics = sum(source.count(sign) for sign in "!%?")
     return len(source) > MAX_SOURCE or magics * len(source) > MAX_WORK
 
 
 def used_names(source: str) -> set[str]:
-    """Names that the code takes from the notebook: those read at the top level, and globals in functions."""
+    """Return the names that the code takes from the notebook: names read at the top level, and globals in functions."""
     text = python_of(source)
     if text is None:
         return set()
@@ -59,7 +59,7 @@ def used_names(source: str) -> set[str]:
 
 
 def bound_names(node: ast.AST) -> set[str]:
-    """Names that a statement, or a whole cell, defines in the notebook."""
+    """Return the names that a statement, or a whole cell, defines in the notebook."""
     found: set[str] = set()
     inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -79,16 +79,16 @@ def bound_names(node: ast.AST) -> set[str]:
 
 
 def names_taken(source: str) -> set[str]:
-    """Names whose values the code may take from other cells: those that it does not surely bind itself before it reads them.
+    """Return the names whose values may come from other cells, because the code may read them before it binds them.
 
-    What a function reads counts, too: until it is called, another cell may bind the name. A module that the code imports does
-    not: after `import time` it means the module, and no variable `time` of another cell.
+    Names that a function reads count, too: another cell may bind them before the call. Names of modules that the code
+    imports do not count: after `import time`, `time` is the module, and no variable of another cell.
     """
     text = python_of(source)
     if text is None:
         return set()
     taken: set[str] = set()
-    bound: set[str] = set()  # surely, by the statements so far
+    bound: set[str] = set()  # names that the statements so far bind in any case
     modules: set[str] = set()
     try:
         for node in ast.parse(text).body:

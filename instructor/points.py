@@ -1,4 +1,4 @@
-"""Questions and points: find them in a lab's source, add them up, and write them wherever a reader needs them."""
+"""Questions and points: find them in a lab's source, add them up, and write the sums into notebooks and docs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRITTEN_POINTS = re.compile(r"[(\[]\s*(\d+(?:\.\d+)?)\s+(?:bonus\s+)?points?\s*[
 class Question:
     """A question of a lab, with its graded cells."""
 
-    key: str  # q1_1 or bonus_4_5: what its cells' ids begin with
+    key: str  # q1_1 or bonus_4_5: its cells' ids begin with it
     number: str  # 1.1
     title: str
     bonus: bool
@@ -34,7 +34,7 @@ class Question:
 
     @property
     def points(self) -> float:
-        """The points of its graded cells, together."""
+        """The sum of the points of its graded cells."""
         return sum(cell.points for cell in self.cells)
 
     @property
@@ -45,22 +45,22 @@ class Question:
 
 
 def number_text(points: float) -> str:
-    """`6` and `2.5`: no trailing zero."""
+    """Return a number as a text without trailing zeros: `6` and `2.5`."""
     return f"{points:g}"
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 answer` and `3 answers`."""
+    """Return a number and its noun: `1 answer` or `3 answers`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def answers_wait(number: int) -> str:
-    """`1 answer waits for a person` and `3 answers wait for a person`."""
+    """Return `1 answer waits for a person` or `3 answers wait for a person`."""
     return f"{counted(number, 'answer')} wait{'s' if number == 1 else ''} for a person"
 
 
 def _prose_lines(cell: Cell) -> list[tuple[int, str]]:
-    """The numbered lines of a markdown cell that students read as prose: no code blocks."""
+    """Yield (number, line) for the lines of a markdown cell outside of code blocks."""
     lines, fence = [], False
     for number, line in enumerate(cell.source.splitlines()):
         if line.lstrip().startswith(("```", "~~~")):
@@ -71,7 +71,7 @@ def _prose_lines(cell: Cell) -> list[tuple[int, str]]:
 
 
 def find_questions(lab: Lab) -> list[Question]:
-    """The questions of a lab in order, each with its cells; `LabError` if cells and headings do not fit."""
+    """Return the questions of a lab in order, with their cells; `LabError` if cells and headings do not fit."""
     questions: list[Question] = []
     problems: list[str] = []
     current: tuple[int, Question] | None = None  # heading level, question
@@ -171,7 +171,7 @@ def fill_points(lab: Lab, questions: list[Question]) -> None:
                 line = line.replace("{points}", f"({_worth(question)})")
             lines[number] = PLACEHOLDER.sub(fill, line)
         cell.source = "\n".join(lines)
-        find_regions(cell)  # a table adds lines
+        find_regions(cell)  # again, as a table adds lines
     if problems:
         raise LabError(problems)
 
@@ -192,11 +192,11 @@ def _table(questions: list[Question]) -> str:
     return "\n".join(rows)
 
 
-_HEADER = "# ---\n# jupyter:\n"  # with which Jupytext begins a notebook that is written as Python
+_HEADER = "# ---\n# jupyter:\n"  # Jupytext begins a notebook in Python with this line
 
 
 def lab_path(name: str, labs: Path | None = None) -> Path:
-    """The source of a lab that is named in full or by its beginning, such as lab4 or lab4_sdpa.ipynb."""
+    """Return the source of a lab, by its name or the beginning of its name, such as lab4 or lab4_sdpa.ipynb."""
     stem, known = name.removesuffix(".ipynb"), lab_names(labs)
     found = [lab for lab in known if lab == stem] or [lab for lab in known if stem and lab.startswith(stem)]
     if len(found) != 1:
@@ -206,7 +206,7 @@ def lab_path(name: str, labs: Path | None = None) -> Path:
 
 
 def lab_names(labs: Path | None = None) -> list[str]:
-    """The labs that have a source, by name; kernels that a lab's cells wrote beside it are none."""
+    """Return the names of the labs with a source. Kernels that a lab's cells wrote into the same folder are no labs."""
     return sorted(path.stem for path in (labs or LABS).glob("*.py") if _is_notebook(path))
 
 
@@ -216,12 +216,12 @@ def _is_notebook(path: Path) -> bool:
 
 
 def points_table(lab: str | Path) -> str:
-    """The Markdown table of a lab's questions and points."""
+    """Return the Markdown table of a lab's questions and points."""
     return _table(find_questions(read_lab(Path(lab) if isinstance(lab, Path) else lab_path(lab))))
 
 
 def put_points_table(text: str, lab: str, table: str | None = None) -> str:
-    """`text` with the table of `lab` between `<!-- points:lab1 -->` and `<!-- /points -->`."""
+    """Return `text` with the table of `lab` between `<!-- points:lab1 -->` and `<!-- /points -->`."""
     pattern = re.compile(rf"(<!-- points:{re.escape(lab)} -->\n).*?(<!-- /points -->)", re.DOTALL)
     if not pattern.search(text):
         raise LabError([f"no <!-- points:{lab} --> ... <!-- /points --> to put the table of {lab} between."])

@@ -1,7 +1,7 @@
 """Read a lab's source, text in jupytext's percent format, into cells with their roles and complete nbgrader metadata.
 
-Everything that can be wrong with a single cell is refused here, with the file and the line. `instructor.points` checks
-how cells and questions fit together, and `instructor.build` checks what reaches the students.
+This module checks each single cell, and reports problems with file and line. `instructor.points` checks that cells and
+questions fit together, and `instructor.build` checks the students' notebooks.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SCHEMA_VERSION = 3  # of nbgrader's cell metadata
+SCHEMA_VERSION = 3  # the version of nbgrader's cell metadata
 KEYS = ("grade_id", "grade", "solution", "locked", "task", "points")
-GRADE_ID = re.compile(r"[a-zA-Z0-9_\-]+")  # what nbgrader accepts
+GRADE_ID = re.compile(r"[a-zA-Z0-9_\-]+")  # nbgrader accepts these ids
 QUESTION_ID = re.compile(r"(q|bonus_)(\d+)_(\d+)(?:_[a-z0-9_]+)?")
 REGIONS = ("SOLUTION", "HIDDEN TESTS", "MARK SCHEME")
 STUBS = ("YOUR CODE HERE", "YOUR ANSWER HERE")
-# A line at the end of an answer cell that stands for the test cell behind it.
+# This line at the end of an answer cell stands for a test cell behind it.
 TESTS = re.compile(r"### TESTS (\S+), ([\d.]+) points?: (.+)")
 CHECKS = Path(__file__).resolve().parent / "checks"  # the hidden checks, a package for each lab
-# jupytext's own notes on how a cell was written; they say nothing about the notebook.
+# jupytext stores the spelling of a cell under these keys; the notebook does not need them.
 JUPYTEXT_KEYS = ("lines_to_next_cell", "lines_to_end_of_cell_marker", "cell_marker")
 
 
@@ -48,19 +48,19 @@ class Cell:
 
     cell_type: str  # code, markdown or raw
     source: str
-    line: int  # of its marker in the file, from 1
+    line: int  # the line of its marker in the file, counted from 1
     tags: list[str] = field(default_factory=list)
     nbgrader: dict | None = None  # complete nbgrader metadata
     regions: list[Region] = field(default_factory=list)
 
     @property
     def grade_id(self) -> str | None:
-        """Its id in nbgrader's metadata; None for a cell without."""
+        """The cell's id in nbgrader's metadata, or None."""
         return self.nbgrader["grade_id"] if self.nbgrader else None
 
     @property
     def role(self) -> str:
-        """What it is for: prose, code, locked, answer, tests, manual (an answer graded by hand) or task."""
+        """The cell's role: prose, code, locked, answer, tests, manual (an answer graded by hand) or task."""
         meta = self.nbgrader
         if meta is None:
             return "code" if self.cell_type == "code" else "prose"
@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def points(self) -> float:
-        """Its points; 0 for a cell that is not graded."""
+        """The cell's points; 0 if it is not graded."""
         return self.nbgrader.get("points", 0) if self.nbgrader else 0
 
     @property
@@ -82,7 +82,7 @@ class Cell:
         return f"{match[1]}{match[2]}_{match[3]}" if match else None
 
     def has(self, kind: str) -> bool:
-        """True if it has a region of this kind, one of `REGIONS`."""
+        """Return whether the cell has a region of this kind, one of `REGIONS`."""
         return any(region.kind == kind for region in self.regions)
 
 
@@ -95,20 +95,20 @@ class Lab:
     cells: list[Cell]
 
     def at(self, cell: Cell) -> str:
-        """`lab1.py, line 40 (cell q1_1)`."""
+        """Return a cell's place, such as `lab1.py, line 40 (cell q1_1)`."""
         name = f" (cell {cell.grade_id})" if cell.grade_id else ""
         return f"{self.path.name}, line {cell.line}{name}"
 
 
 def read_lab(path: Path) -> Lab:
-    """Read `path` and check each cell by itself; `LabError` names everything that is wrong."""
+    """Read `path` and check each cell by itself; `LabError` names all problems."""
     import jupytext
 
     text = path.read_text(encoding="utf-8")
     notebook = jupytext.reads(text, fmt="py:percent")
     problems: list[str] = []
     lab = Lab(path.stem, path, [])
-    for raw, line in _with_tests(notebook.cells, text):
+    for raw, line in _split_tests(notebook.cells, text):
         cell = Cell(raw.cell_type, raw.source.rstrip(), line)
         lab.cells.append(cell)
         metadata = {k: v for k, v in raw.metadata.items() if k not in JUPYTEXT_KEYS}
@@ -130,7 +130,7 @@ def read_lab(path: Path) -> Lab:
             if cell.nbgrader and cell.role == "tests" and (CHECKS / lab.name).is_dir():
                 cell.source += _hidden_tests(cell.source, lab.name)
         problems += [f"{lab.at(cell)}: {p}" for p in find_regions(cell)]
-        if fields is None or cell.nbgrader is not None:  # a cell with broken metadata has no role yet
+        if fields is None or cell.nbgrader is not None:  # a cell with wrong metadata has no role
             problems += [f"{lab.at(cell)}: {p}" for p in _role_problems(cell)]
     seen: dict[str, Cell] = {}
     for cell in lab.cells:
@@ -145,7 +145,7 @@ def read_lab(path: Path) -> Lab:
     return lab
 
 
-def _with_tests(cells: list, text: str) -> Iterator[tuple]:
+def _split_tests(cells: list, text: str) -> Iterator[tuple]:
     """Yield the cells with the lines of their markers; each `### TESTS` line becomes a test cell behind its answer."""
     lines = text.splitlines()
     for cell, line in zip(cells, _marker_lines(text, cells), strict=True):
@@ -159,7 +159,7 @@ def _with_tests(cells: list, text: str) -> Iterator[tuple]:
 
 
 def _hidden_tests(source: str, lab: str) -> str:
-    """The hidden tests of a cell that is one line: `check_gemm(gemm)` is also asked of the lab's hidden check `gemm`."""
+    """Return the hidden tests of a cell of one line: `check_gemm(gemm)` also runs the lab's hidden check `gemm`."""
     call = re.fullmatch(r"check_(\w+\(.*\))", source)
     if call is None:
         return ""
@@ -170,9 +170,9 @@ def _hidden_tests(source: str, lab: str) -> str:
 
 
 def _marker_lines(text: str, cells: list) -> list[int]:
-    """The line of each cell's marker, from 1.
+    """Return the line of each cell's marker, counted from 1.
 
-    A `# %%` inside of a string starts no cell. So the text below a marker is compared with the cell.
+    A `# %%` inside of a string starts no cell. So this compares the text below a marker with the cell.
     """
     lines = text.splitlines()
     candidates = [i for i, line in enumerate(lines) if re.match(r"# %%", line)]
@@ -227,12 +227,12 @@ def _metadata_problems(cell: Cell, fields: dict) -> list[str]:
 
 
 def _complete(fields: dict) -> dict:
-    """Nbgrader's full metadata, from the short form of the source."""
+    """Return nbgrader's full metadata for the short form of the source."""
     grade, solution, task = (bool(fields.get(key)) for key in ("grade", "solution", "task"))
     meta = {
         "grade": grade,
         "grade_id": fields["grade_id"],
-        "locked": not solution,  # tests, tasks and read-only cells are restored when graded; answers never
+        "locked": not solution,  # the grader restores locked cells: tests, tasks and read-only cells, never answers
         "schema_version": SCHEMA_VERSION,
         "solution": solution,
         "task": task,
@@ -243,7 +243,7 @@ def _complete(fields: dict) -> dict:
 
 
 def find_regions(cell: Cell) -> list[str]:
-    """Fill `cell.regions` and return problems. nbgrader looks for the bare words, and so does this."""
+    """Fill `cell.regions` and return problems. As nbgrader, this searches for the markers anywhere in a line."""
     problems: list[str] = []
     open_at: dict[str, int] = {}
     cell.regions = []
@@ -301,7 +301,7 @@ def _inside_solution(cell: Cell, region: Region) -> bool:
 
 
 def parse_code(source: str) -> ast.Module:
-    """The syntax tree of a code cell, IPython's magics and shell lines included."""
+    """Return the syntax tree of a code cell, which may have IPython's magics and shell lines."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     return ast.parse(TransformerManager().transform_cell(source))
@@ -339,5 +339,5 @@ def _name(call: ast.Call) -> str:
 
 
 def _may_raise(name: str, own: set[str]) -> bool:
-    """Return whether a call may raise; a check that the cell itself defines (`own`) returns a verdict, one of `utils` raises."""
+    """Return whether a call may raise. A check of `utils` raises; a check that the cell defines (`own`) does not."""
     return name not in own and (name == "raise_if_wrong" or name.startswith(("assert", "expect_", "forbid", "check_")))

@@ -1,4 +1,4 @@
-"""Shared by the checks of all labs: fresh inputs, sizes of operators, numbers with their known mistakes."""
+"""Parts that the checks of all labs share: fresh inputs, sizes of operators, numbers with their known mistakes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from utils.checking import expect_items, expect_number
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-# The seed of a check that is given none. Students do not have this file. Tests draw with many other seeds.
+# The seed of a check whose caller gives no seed. Students do not have this file. Tests draw with many other seeds.
 COURSE_SEED = 715_517
 
 
 def draw_for(submission: bytes) -> None:
-    """From now on, draw the inputs of one submission: the same file gets the same ones, and any other file others.
+    """Draw the inputs of one submission from now on: a file always gets the same inputs, and another file other inputs.
 
-    A message about a wrong answer names inputs and what was expected of them. Whoever hands in again meets other inputs, so
-    a table of them is of no use.
+    A message about a wrong answer names the inputs and the expected result. A student who hands in again gets other
+    inputs, so a table of expected results is of no use.
     """
     global COURSE_SEED
     COURSE_SEED = int.from_bytes(hashlib.sha256(b"715517" + submission).digest()[:6], "big")
 
 
 class Draw:
-    """Random inputs: the same ones with the same number; `seed=None` is the course's own seed."""
+    """Random inputs: equal seeds draw equal inputs, and `seed=None` is the course's own seed."""
 
     def __init__(self, seed: int | None) -> None:
         self.numbers = random.Random(COURSE_SEED if seed is None else seed)
@@ -49,8 +49,8 @@ class Draw:
         """Draw one of the values."""
         return self.numbers.choice(values)
 
-    def some(self, count: int, values: Sequence) -> list:
-        """Draw `count` different values: a mistake that one value hides still shows with another."""
+    def choose(self, count: int, values: Sequence) -> list:
+        """Draw `count` different values: if one value hides a mistake, the next value shows it."""
         return self.numbers.sample(values, count)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -71,7 +71,7 @@ def expect_value(
     Args:
         got: the answer.
         expected: the right number.
-        unit: of the number; "" if it has none.
+        unit: the unit of the number; "" if the number has no unit.
         what: name of the answer, the subject of the message.
         mistakes: {hint: the number that this mistake leads to}.
         rel: relative tolerance.

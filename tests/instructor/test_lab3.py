@@ -97,7 +97,7 @@ def test_tiles_that_no_one_writes_are_named_as_such(files):
     """Not "is there 0 / 0?" for a tile that is stored at the wrong place: an output that nothing wrote is told from NaN."""
     text = files["lab3_wgmma.py"].replace("tma_store(c_desc, [row, column]", "tma_store(c_desc, [column, row]")
     with pytest.raises(AssertionError, match=r"4,096 elements are never written, the first at \(0, 64\)"):
-        list(kernel_exercises.simulated(text, [launches.wgmma_launch(64, 128, 64)]))
+        list(kernel_exercises.run_tries(text, [launches.wgmma_launch(64, 128, 64)]))
 
 
 def test_the_games_end_as_the_text_says(files, monkeypatch, capsys):
@@ -111,7 +111,7 @@ def test_the_games_end_as_the_text_says(files, monkeypatch, capsys):
     for words in ("P announced early: race", "o_ready never arrives: hangs"):
         assert words in said
     with pytest.raises(lab3.AnswerNeeded, match="another way"):
-        lab3.swapped("one\ntwo\n", "three", "one")
+        lab3.swap_lines("one\ntwo\n", "three", "one")
 
 
 def test_the_slider_shows_a_picture_for_each_choice(files, monkeypatch):
@@ -191,4 +191,4 @@ def test_model_answers_agree_on_a_gpu():
         launches.overlap_launch(*qkv),
     ):
         close = {"rtol": 1e-2, "atol": 2e-2}
-        list(kernel_exercises.simulated(texts[each[0].file], [each], compiles=True, close=close))
+        list(kernel_exercises.run_tries(texts[each[0].file], [each], compiles=True, close=close))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from instructor.build import ROOT
-from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knocked_out, reasons_of
+from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knock_out, reasons_of
 from instructor.course import answered_notebook
 from tests.instructor import lab_cases
 from tests.instructor.every_lab import EveryAnswer, EveryLab, kept_conditions, slow
@@ -86,7 +86,7 @@ def test_what_why_not_leaves_behind_costs_no_later_question(calls, checks, names
 @pytest.mark.parametrize("name", KNOCKED_OUT)
 def test_every_torch_refuses_the_calls_that_the_checks_draw(name):
     """With this list no version of torch decides about a point; the calls below, which do, are not on it."""
-    tensors, options = knocked_out(name, *(torch.randn(2, 4, 12, 16) for _ in range(3)))
+    tensors, options = knock_out(name, *(torch.randn(2, 4, 12, 16) for _ in range(3)))
     assert reasons_of("flash", *tensors, **options) and reasons_of("math", *tensors, **options) == []
 
 

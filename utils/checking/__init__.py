@@ -1,4 +1,4 @@
-"""Verdicts on answers, a watch over the operators that an answer runs, and the runs of Gluon kernels that lab 3 checks."""
+"""Verdicts on answers, a watch over the operators that an answer runs, and runs of Gluon kernels for lab 3."""
 
 # ruff: noqa: F401 (what is imported here is what the package offers)
 from utils.checking.answers import Answer

@@ -1,7 +1,7 @@
-"""The launches of lab 3's kernels: a kernel's arguments by name, and what it should write.
+"""The launches of lab 3's kernels: a kernel's arguments by name, and the right outputs.
 
-Inputs come from a function like torch.randn, so that the notebook draws its own and a grader draws others. Two sizes
-differ wherever a mistake could hide behind equal ones.
+Inputs come from a function like torch.randn, so that the notebook and the grader draw different inputs. Two sizes
+differ wherever equal sizes could hide a mistake.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Attention = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, 
 
 
 def transpose_launch(m: int, n: int, normal: Normal = torch.randn, spare: int = 0) -> Try:
-    """Return a launch on a random (m, n) matrix, and what it should write; rows lie `spare` elements further apart than they are long."""
+    """Return a launch on a random (m, n) matrix, and its transpose; there are `spare` elements between two rows."""
     x, y = normal(m, n + spare)[:, :n], torch.empty(n, m + spare)[:, :m]
     args = dict(x_ptr=x, y_ptr=y, m=m, n=n, x_stride=n + spare, y_stride=m + spare)
     grid = (math.ceil(m / 32), math.ceil(n / 32))
@@ -32,7 +32,7 @@ def transpose_launch(m: int, n: int, normal: Normal = torch.randn, spare: int = 
 
 
 def transpose_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
-    """Return the transposes that known mistakes give, NaN where nothing is written: {what is wrong: transpose}."""
+    """Return {mistake: the transpose that this mistake gives}, with NaN where the kernel would write nothing."""
     args = launch.args
     x, y, (m, n) = args["x_ptr"], args["y_ptr"], args["x_ptr"].shape
     exchanged = torch.full_like(y, math.nan)
@@ -43,7 +43,7 @@ def transpose_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor
 
 
 def async_copy_launch(n: int, tiles: int, stages: int, tile: int = 256, normal: Normal = torch.randn) -> Try:
-    """Return a launch on n elements, `tiles` tiles of `tile` a program, and what it should write."""
+    """Return a launch on n elements, and their sums; a program has `tiles` tiles of `tile` elements."""
     a, b = normal(n), normal(n)
     args = dict(a_ptr=a, b_ptr=b, c_ptr=torch.empty(n), n=n, TILE=tile, TILES=tiles, STAGES=stages)
     launch = Launch("add", (math.ceil(n / (tile * tiles)),), args, outputs=("c_ptr",), file="lab3_async_copy.py")
@@ -61,7 +61,7 @@ def tma_ring_launch(
 
 
 def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
-    """Return the sums of squares that known mistakes give: {what is wrong: sums}."""
+    """Return {mistake: the sums of squares that this mistake gives}."""
     args = launch.args
     x, tile = args["x_desc"].tensor.double(), 64
     columns, stages = x.shape[1], args["STAGES"]
@@ -70,7 +70,7 @@ def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
     right = expected["y_ptr"]
     turned = torch.cat([x[:16, row : row + tile].square().sum(1) for row in range(0, len(x), 16)])[: len(x)]
 
-    def begun_at(start: Callable[[int], int]) -> torch.Tensor:
+    def sum_from(start: Callable[[int], int]) -> torch.Tensor:
         """Return the sums of tiles whose copies begin at these columns."""
         return torch.stack([x[:, start(i) : start(i) + tile].square().sum(1) for i in range(tiles)]).sum(0)
 
@@ -84,13 +84,13 @@ def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
         "The last tile alone is in the sum: add to `total`.": piece[-1],
         "This is the sum of x, not of x * x.": x.sum(1),
         "The coordinates of a copy are [row, column], in this order.": right - sum(piece[:stages]) + turned,
-        f"The copies begin at the tile's number: {elements}": begun_at(lambda i: i),
-        f"The refills begin at the tile's number: {elements}": begun_at(lambda i: i * tile if i < stages else i),
+        f"The copies begin at the tile's number: {elements}": sum_from(lambda i: i),
+        f"The refills begin at the tile's number: {elements}": sum_from(lambda i: i * tile if i < stages else i),
     }
 
 
 def repair_launch(stages: int, tiles: int = 6, normal: Normal = torch.randn) -> Try:
-    """Return a launch of the ring to repair, and what it should write."""
+    """Return a launch of the ring to repair, and the right output."""
     x = normal(16, 32 * tiles)
     tile, out = Tile(x, [16, 32]), Tile(torch.empty_like(x), [16, 32])
     args = dict(x_desc=tile, y_desc=out, tiles=tiles, factor=2.5, STAGES=stages)
@@ -107,7 +107,7 @@ def wgmma_launch(
     block_m: int = 64,
     file: str = "lab3_wgmma.py",
 ) -> Try:
-    """Return a launch on random matrices (m, k) and (n, k), and the product of the first with the other transposed."""
+    """Return a launch on random matrices A (m, k) and B (n, k), and the product of A and B transposed."""
     a, b = normal(m, k, dtype=dtype), normal(n, k, dtype=dtype)
     c = torch.empty(m, n, dtype=dtype)
     args = dict(
@@ -121,7 +121,7 @@ tcgen05_launch = partial(wgmma_launch, block_m=128, file="lab3_tcgen05.py")  # t
 
 
 def cancelling(normal: Normal = torch.randn) -> Normal:
-    """Return a function that draws A, and then B: products of the first 64 numbers are above 100,000, those of the next 64 take them away."""
+    """Return a function that draws A, then B. The first 64 products are above 100,000, and the next 64 cancel them."""
     signs = iter((1.0, -1.0))
 
     def draw(rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
@@ -132,7 +132,7 @@ def cancelling(normal: Normal = torch.randn) -> Normal:
 
 
 def wgmma_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
-    """Return the products that known mistakes give: {what is wrong: product}."""
+    """Return {mistake: the product that this mistake gives}."""
     args = launch.args
     a, b = (args[name].tensor.double() for name in ("a_desc", "b_desc"))
     last = (a.shape[1] - 1) // 64 * 64
@@ -175,11 +175,11 @@ def attention_inputs(
 def edge_inputs(
     sq: int, sk: int, d: int = 64, dtype: torch.dtype = torch.bfloat16, normal: Normal = torch.randn
 ) -> Attention:
-    """Return inputs of three heads that show a wrong edge of the mask by more than a rounding.
+    """Return inputs of three heads for which a wrong edge of the mask changes the result by more than a rounding.
 
-    In head 0 all scores are far below zero: a key that does not exist, whose score is zero, would count for everything.
-    In head 1 the last key has the highest score, so a result without it is another one. Head 2 is random, and the first
-    block's scores are above the later ones, so that a sum or output that is rescaled wrongly shows.
+    In head 0 all scores are far below zero: a key beyond the edge, with score zero, would have almost all the weight.
+    In head 1 the last key has the highest score, so the result changes without this key. Head 2 is random, and the
+    scores of the first block are the highest: then a sum or an output with a wrong factor shows.
     """
     q, k, v = (normal(3, length, d) for length in (sq, sk, sk))
     q[:2], k[:2] = q[:2].abs(), -k[:2].abs() * 0.5
@@ -189,7 +189,7 @@ def edge_inputs(
 
 
 def falling_inputs(upward: bool, normal: Normal = torch.randn) -> Attention:
-    """Return two heads with 128 keys: the scores of one block are far above zero, those of the other far below."""
+    """Return two heads with 128 keys. One block has scores far above zero, the other block has scores far below."""
     q, k, v = (normal(2, length, 64) for length in (64, 128, 128))
     q, k = q.abs(), k.abs()
     k[:, slice(0, 64) if upward else slice(64, 128)] *= -40
@@ -207,7 +207,7 @@ def exponent_scale(d: int) -> float:
 
 
 def attention_launch(file: str, rows: int, q, k, v, expected, keys: int = 64, **constants) -> Try:
-    """Return a launch of `attention` with one program for each `rows` queries of a head, and blocks of `keys` keys."""
+    """Return a launch of `attention`. A program computes `rows` queries of a head, in blocks of `keys` keys."""
     out = torch.empty_like(q)
     args = dict(q_desc=tile(q, 64), k_desc=tile(k, keys), v_desc=tile(v, keys), o_desc=tile(out, 64), sk=k.shape[1])
     args |= dict(c=exponent_scale(q.shape[-1]), **constants)
@@ -218,7 +218,7 @@ def attention_launch(file: str, rows: int, q, k, v, expected, keys: int = 64, **
 def overlap_launch(
     q, k, v, expected, stages: int = 2, block_n: int = 64, block_m: int = 64, file: str = "lab3_overlap.py"
 ) -> Try:
-    """Return a launch on q, k, v (heads, S, D), one program for each two tiles of `block_m` queries of a head."""
+    """Return a launch on q, k, v (heads, S, D). A program computes two tiles of `block_m` queries of a head."""
     q, k, v, expected = (x[None] for x in (q, k, v, expected))
     heads, sq = q.shape[1:3]
     args: dict[str, Any] = dict(q_desc=tile(q, block_m), k_desc=tile(k, block_n), v_desc=tile(v, block_n))

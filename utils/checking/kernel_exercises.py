@@ -1,7 +1,7 @@
 """Try a kernel of a student's file in three ways: simulate it, compile it for sm_90a, and run it on a Hopper GPU.
 
-`simulate_file`, `compile_file` and `run_file` are all that runs a student's text. They take and return plain data, so that
-the grader can have them run in another process, and judge what they return in its own.
+Only `simulate_file`, `compile_file` and `run_file` run a student's text. They take and return plain data, so that the
+grader can call them in another process, and judge their results in its own process.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from utils.gluon_cpu.timeline import CostModel, Event
 from utils.kernels.offline import HOPPER
 from utils.machine import device
 
-# Calls and loop turns of one program, and seconds of a launch, after which an endless loop ends with a message.
+# Limits for endless loops: calls and loop turns of a program, and seconds of a launch. Above, a message ends the run.
 LIMITS: dict[str, Any] = {"max_steps": 60_000, "max_seconds": 40.0}
 COMPILE_SECONDS = 120.0
-UNWRITTEN = -61440.0  # in outputs before a launch: 16 bits hold it exactly, and no launch of the course gives it
+UNWRITTEN = -61440.0  # fills the outputs before a launch: 16 bits hold it exactly, and no right output has it
 EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
 Seeds = tuple[int | None, ...]  # timings of the simulator: None is the cost model's own
 
@@ -67,7 +67,7 @@ class Launch:
         return {name: tensors[name].cpu() for name in self.outputs}
 
 
-Try = tuple[Launch, dict[str, torch.Tensor]]  # a launch, and what it should write
+Try = tuple[Launch, dict[str, torch.Tensor]]  # a launch, and its right outputs
 
 
 def descriptor(x: torch.Tensor, block: list[int]):
@@ -85,7 +85,7 @@ def descriptor(x: torch.Tensor, block: list[int]):
 
 @functools.lru_cache(maxsize=256)
 def _module(source: str, file: str):
-    """Read and import a file once for the many times that a check simulates it; what is refused is not remembered."""
+    """Read and import a file once, as a check simulates it many times. An error is not cached."""
     # Look in the text: when a kernel is compiled, its `raise` never runs.
     if raises_not_implemented(source):
         raise AnswerNeeded(f"{file} is not answered yet: it still has `raise NotImplementedError()` in it.")
@@ -101,7 +101,7 @@ def _module(source: str, file: str):
 
 
 def load_kernels(source: str, launch: Launch):
-    """Return the student's file as a module with the kernel of a launch; `AnswerNeeded` if that is not written yet."""
+    """Return the student's file as a module with a launch's kernel; `AnswerNeeded` if the kernel is not written yet."""
     module = _module(source, launch.file)
     if not hasattr(module, launch.kernel):
         raise WrongAnswer(f"{launch.file} defines no {launch.kernel}: keep the kernel's name and arguments.")
@@ -113,7 +113,7 @@ def load_kernels(source: str, launch: Launch):
 
 
 def warm_up() -> None:
-    """Do once what a fork of this process would do again for each file of kernels: import, and read the course's helpers."""
+    """Import libraries and read the course's helpers now, so that forks of this process need not do it again."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     from utils.gluon_cpu import interpreter, reuse, scheduler  # noqa: F401 (the first simulation would import them)
@@ -137,7 +137,7 @@ def simulate_launch(
     timeline: bool | int = False,  # how many programs to record
     model: CostModel | None = None,
 ) -> tuple[dict[str, torch.Tensor], Run]:
-    """Run a launch in the simulator; return the outputs by name, and the Run. A mistake's report is a WrongAnswer."""
+    """Run a launch in the simulator; return the outputs by name, and the Run. A bug that it finds is a WrongAnswer."""
     outputs, seen = simulate_file(source, launch, {"seed": seed, "timeline": timeline, "model": model})
     run = Run(seed, True, int(timeline), **LIMITS, model=model or CostModel())
     vars(run).update(seen, events=[Event(*fields) for fields in seen["events"]])
@@ -145,7 +145,7 @@ def simulate_launch(
 
 
 def simulate_file(source: str, launch: Launch, options: dict) -> tuple[dict[str, torch.Tensor], dict]:
-    """Run a launch in the simulator with options of `simulate`; return the outputs, and what it saw, as plain data."""
+    """Run a launch in the simulator with options of `simulate`; return the outputs and the fields of the Run."""
     module = load_kernels(source, launch)
     try:
         with simulate(**LIMITS, **options) as run:
@@ -159,7 +159,7 @@ def simulate_file(source: str, launch: Launch, options: dict) -> tuple[dict[str,
 
 
 def simulate_failure(source: str, launch: Launch, seed: int | None = None) -> tuple[str, Run]:
-    """Run a launch that may fail; return the report, "" if there is none, with the timeline up to it."""
+    """Run a launch that may fail; return the report, or "" if it does not fail, and the timeline up to this point."""
     module = load_kernels(source, launch)
     with simulate(seed=seed, timeline=True, **LIMITS) as run, contextlib.suppress(SimulationError):
         launch.run(module, "cpu")
@@ -173,12 +173,12 @@ def run_file(source: str, launch: Launch) -> dict[str, torch.Tensor]:
 
 
 def compile_for_hopper(source: str, launch: Launch, capability: int = HOPPER) -> Compiled:
-    """Compile a launch's kernel for sm_90a, or another capability; return its instructions by what they do, registers and spills."""
+    """Compile a launch's kernel for sm_90a or another capability; count instructions by kind, registers and spills."""
     return Compiled(**cast(dict, compile_file(source, launch, True, capability)))
 
 
 def compile_file(source: str, launch: Launch, figures: bool, capability: int = HOPPER) -> dict | None:
-    """Compile a launch's kernel; return the fields of `Compiled`, or None if no figures are asked for."""
+    """Compile a launch's kernel; return the fields of `Compiled`, or None if the caller needs no figures."""
     kernel = getattr(load_kernels(source, launch), launch.kernel)
     constant = [p.name for p in kernel.params if p.is_constexpr]
     request = Request(
@@ -203,10 +203,10 @@ def compile_file(source: str, launch: Launch, figures: bool, capability: int = H
 
 
 def _complaint(stderr: str, source: str) -> str:
-    """The compiler's own words at the innermost line of the student's file, without Python's traceback.
+    """Return the compiler's message for the innermost line of the student's file, without Python's traceback.
 
-    Triton reports an error once for each call on the way out, innermost first: a line of a library, the line of the
-    student's function that calls it, then the warp_specialize that calls that function.
+    Triton reports an error once for each call in the stack, innermost first: a line of a library, the line of the
+    student's function that calls it, then the warp_specialize that calls this function.
     """
     student_lines, words = [line.strip() for line in source.splitlines()], ""
     for block in stderr.split("The above exception was the direct cause")[:-1] or [stderr]:
@@ -223,14 +223,14 @@ def _complaint(stderr: str, source: str) -> str:
 
 
 def machine_code(source: str, launch: Launch, containing: str, compiled: Compiled) -> str:
-    """Return the PTX and the SASS of the lines of a student's file that hold a text, or one of several with "|" between."""
+    """Return PTX and SASS of the lines of a student's file that hold a text; "|" separates several texts."""
     shown = []
     for number, text in enumerate(source.splitlines(), 1):
         if not any(part in text.split("#")[0] for part in containing.split("|")):
             continue
         rows = [f"line {number}: {text.strip()}"]
         for kind, lines in compiled.lines.items():
-            # Registers, addresses and predicates say little here; equal instructions are counted.
+            # Registers, addresses and predicates are left out, so that equal instructions can be counted.
             plain = [re.sub(r"^@!?[%\w]+ ", "", instruction) for instruction in lines.get(str(number), [])]
             names = r"(\.[a-zA-Z0-9_:.]+) .*" if kind == "PTX" else r"^([A-Z][A-Z0-9_.x]+).*"
             for short, count in Counter(re.sub(names, r"\1", instruction) for instruction in plain).items():
@@ -242,7 +242,7 @@ def machine_code(source: str, launch: Launch, containing: str, compiled: Compile
 
 
 def triton_type(value: object) -> str:
-    """A launch argument's type as Triton spells it."""
+    """Return the type of a launch argument in Triton's spelling."""
     from triton.runtime.jit import mangle_type
 
     return mangle_type(descriptor(value.tensor, value.block) if isinstance(value, Tile) else value)
@@ -261,7 +261,7 @@ def overlap(run: Run) -> float:
     return hidden / total if total else 0.0
 
 
-def simulated(
+def run_tries(
     source: str,
     tries: Iterable[Try],
     *,
@@ -271,16 +271,16 @@ def simulated(
     compiles: bool = False,
     close: dict[str, Any] = EXACT,
 ) -> Iterator[tuple[Launch, Run]]:
-    """Assert that a kernel writes what is expected; yield each launch with its first simulation, all programs recorded.
+    """Assert the outputs of a kernel; yield each launch with its first simulation, which records all programs.
 
     Args:
         source: the text of the student's file.
         tries: launches, and the right outputs by name.
-        hint: what to look at when the values are wrong.
-        mistakes: gives {what is wrong: the first output with this mistake} for a launch; asked when the values are wrong.
-        seeds: one simulation each; None is the cost model's own timing, and a number stretches and shrinks times, so
-            that a wrong order shows.
-        compiles: also ask the compiler for sm_90a about the last launch, and run it on a Hopper GPU if there is one.
+        hint: advice for wrong values.
+        mistakes: returns {mistake: the first output with this mistake} for a launch; called only for wrong values.
+        seeds: a simulation for each seed; None is the cost model's own timing, and a number stretches and shrinks
+            times, so that a wrong order shows.
+        compiles: whether to compile the last launch for sm_90a, too, and to run it on a Hopper GPU if there is one.
         close: rtol and atol.
     """
     tries = list(tries)
@@ -306,7 +306,7 @@ def simulated(
 def _expect_outputs(
     launch: Launch, expected: dict, hint: str, mistakes, close: dict, outputs: dict, where: str
 ) -> None:
-    """Assert that outputs are those that are expected; otherwise name the known mistake that gives them."""
+    """Assert that the outputs are right; otherwise name the known mistake that gives them."""
     for name, right in expected.items():
         got, what = outputs[name], f"{name} after {launch.kernel}{where}"
         left = got == UNWRITTEN

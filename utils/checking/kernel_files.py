@@ -1,8 +1,8 @@
-"""Whether a student's file is a file of kernels: its imports are read as text, before any of it runs.
+"""The rule for imports of a student's file of kernels. The check reads the file as text before it runs.
 
-It may import the kernel languages and what the labs hand out; the course's own kernels are answers to questions. Nothing
-here keeps a determined author from the rest of Python: walls stand around the process, the judge sits in another one, and
-a teacher reads the file.
+The file may import the kernel languages and helpers that the labs hand out, but not the course's own kernels, which are
+answers. This rule does not stop a determined author from using the rest of Python. The walls around the process, the
+judge in another process, and a teacher who reads the file are there for this.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 
 from utils.checking.verdicts import WrongAnswer
 
-# Modules that a file may import from, and every module below the languages.
+# Modules that a file may import. Of the languages, it may import the modules below them, too.
 MODULES = ("triton", "triton.experimental", "math", "__future__")
 LANGUAGES = ("triton.language", "triton.experimental.gluon")
 # Parts of the course's kernels that the labs hand out.
@@ -24,7 +24,7 @@ HELPERS = {
     ),
     "utils.attention.gluon.step4_warp_specialized": frozenset({"producer"}),
 }
-# What is asked for in a file, and handed out for later ones.
+# Objects that a student has to write in a file; the labs hand them out for other files.
 ASKED_FOR = {
     "lab3_softmax.py": frozenset({"inverse_and_lse", "mask_scores", "online_softmax", "producer"}),
     "lab3_specialized.py": frozenset({"producer"}),
@@ -32,7 +32,7 @@ ASKED_FOR = {
 
 
 def expect_kernel_file(source: str, file: str) -> None:
-    """Assert that a file imports only what a file of kernels may; the message names the line and the import."""
+    """Assert that a file of kernels has only imports that are allowed; the message names the line and the import."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -49,7 +49,7 @@ def expect_kernel_file(source: str, file: str) -> None:
 
 
 def _wrong_import(statement: ast.Import | ast.ImportFrom, file: str) -> str:
-    """Return what an import may not bring, "" if all of it may come."""
+    """Return the name of the module or object that a file may not import; "" if the whole import is allowed."""
     for name in (alias.name for alias in statement.names):
         if isinstance(statement, ast.Import):
             if not _is_allowed(name):

@@ -1,9 +1,9 @@
-"""Checks of mask functions and score modifiers: evaluated pair by pair, and shown next to the expected ones.
+"""Checks of mask functions and score modifiers. They evaluate each pair, and show the result beside the right one.
 
     expect_mask(causal, "100/110/111", "causal", probes={(1, 1): "A query sees its own key."})
 
-A mask function runs under vmap, as FlexAttention runs it: no index has a value that Python could look at. torch's
-errors about that are replaced by a sentence that names the usual causes.
+A mask function runs under vmap, as in FlexAttention, so Python cannot read the value of an index. Where torch raises an
+error about this, the message is a sentence with the usual causes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from utils.checking.answers import run_beside
 from utils.checking.watching import OperationWatch
 
 Mod = Callable[..., torch.Tensor]
-_SHOWN = 12  # keys of a table that a message shows
-_REASONS = (  # words of the errors under vmap, and the sentence that takes their place
+_SHOWN = 12  # a message shows tables of at most this number of keys
+_REASONS = (  # words of the errors under vmap, and the sentence that replaces the error
     (
         ("data-dependent control flow", "asks a tensor for True or False"),
         "asks a tensor for True or False: `and`, `or`, `not`, `if`, `max`, `min` and chained comparisons cannot "
@@ -50,7 +50,7 @@ def call_mod(function: Callable, what: str, *args, **kwargs):
 
 
 def count_arguments(mod: Mod) -> int:
-    """Count the positional arguments as FlexAttention does to distinguish masks from score modifiers."""
+    """Count the positional arguments, by which FlexAttention distinguishes masks from score modifiers."""
     if hasattr(mod, "__code__"):
         return mod.__code__.co_argcount - len(getattr(mod, "__defaults__", None) or ())
     return sum(parameter.default is inspect.Parameter.empty for parameter in inspect.signature(mod).parameters.values())
@@ -62,7 +62,7 @@ def _expect_callable(mod: object, what: str, kind: str) -> None:
 
 
 def pairs(mod: Mod, sq: int, sk: int, what: str, b: int = 0, h: int = 0) -> torch.Tensor:
-    """Evaluate a student's mask_mod for all pairs: (Sq, Sk) bool."""
+    """Evaluate a student's mask_mod for all pairs, and return a bool tensor (Sq, Sk)."""
     _expect_callable(mod, what, "mask_mod, a function of (b, h, q, k)")
     count = count_arguments(mod)
     if count != 4:
@@ -74,7 +74,7 @@ def pairs(mod: Mod, sq: int, sk: int, what: str, b: int = 0, h: int = 0) -> torc
 
 
 def table(mask: torch.Tensor | str) -> torch.Tensor:
-    """Read a mask that may be written as rows of 0 and 1, one row a query: "10/11" is causal over two tokens."""
+    """Return a mask as a tensor. It may be a text with a row of 0 and 1 for each query: "10/11" is causal."""
     return torch.tensor([[digit == "1" for digit in row] for row in mask.split("/")]) if isinstance(mask, str) else mask
 
 
@@ -89,9 +89,9 @@ def expect_mask(
 ) -> None:
     """Assert that a mask_mod lets exactly these pairs (Sq, Sk) through; otherwise show both tables, if they are small.
 
-    `mistakes` is {hint: the mask that this mistake leads to}, a tensor or the rows of a `table`; two that lead to the same
-    one are both named. `probes` is {(query, key): what it means if the answer is wrong at this pair}; the first that is
-    wrong is said, unless a mistake explains the whole mask.
+    `mistakes` is {hint: the mask that this mistake leads to}, a tensor or the text of a `table`. If two mistakes lead to
+    the same mask, the message names both. `probes` is {(query, key): hint for a wrong answer at this pair}. The message
+    has the first hint that applies, unless a mistake explains the whole mask.
     """
     expected = table(expected)
     sq, sk = expected.shape
@@ -114,25 +114,25 @@ def expect_mask(
 
 
 def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) -> None:
-    """Assert that a mod decides about a pair without a tensor that has more than `limit` elements."""
-    # FlexAttention evaluates many pairs at once: no index is a number that Python can read.
+    """Assert that a mod computes the value of a pair without a tensor of more than `limit` elements."""
+    # FlexAttention evaluates many pairs at once, so no index is a number that Python can read.
     with OperationWatch() as watch:
         call_mod(torch.vmap(mod), what, *(torch.tensor([i]) for i in (0, 0, sq - 1, sk - 1)))
-    if large := watch.over(limit, watch.largest):
+    if large := watch.largest_above(limit, watch.largest):
         raise AssertionError(
             f"{what} touches a tensor of {large[1]} elements (in {large[0]}) to decide about one pair. It is a "
             f"program: it may read tensors with one number a token, {limit} elements at most here, and no tensor of pairs."
         )
 
 
-def modified(mod: Mod, scores: torch.Tensor, what: str, b: int = 0, h: int = 0) -> torch.Tensor:
+def apply_score_mod(mod: Mod, scores: torch.Tensor, what: str, b: int = 0, h: int = 0) -> torch.Tensor:
     """Run a student's score_mod on scores (Sq, Sk) of sequence b and head h, one pair at a time."""
     _expect_callable(mod, what, "score_mod, a function of (score, b, h, q, k)")
     return call_mod(modify_scores, what, mod, scores, b, h)
 
 
 def kernels_for(mods: list[Mod], size: int) -> int:
-    """Count the kernels that torch.compile makes for these masks; the compiler backend does nothing, to be quick."""
+    """Count the kernels that torch.compile makes for these masks; its backend compiles nothing, which is fast."""
     return run_beside(mods[0])(_count_kernels, mods, size)
 
 

@@ -1,4 +1,4 @@
-"""What an answer does to memory: it reads nothing that is not written, and stays on its inputs' device."""
+"""Rules for memory: an answer reads no memory before it is written, and its result is on the device of its inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from utils.checking.answers import run_beside
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill new memory of `torch.empty` with NaN: a function that reads it before writing gets NaN."""
+    """Fill new memory of `torch.empty` with NaN, so that a function that reads it before writing gets NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch fills new memory in this mode
     try:
@@ -23,7 +23,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 class _ScalarsOfNothing(TorchFunctionMode):
-    """Answers 1.0 when a value of a meta tensor is read; such a tensor has no values."""
+    """A mode that returns 1.0 when code reads a value of a meta tensor, which has no values."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__name__", "") in ("item", "__float__"):
@@ -37,11 +37,10 @@ def _on_meta(function: Callable[..., torch.Tensor], inputs: list) -> torch.Tenso
 
 
 def expect_follows_device(function: Callable[..., torch.Tensor], *arguments: tuple[int, ...] | int, what: str) -> None:
-    """Assert that the result is on the device of the inputs, with inputs on a device that is not the default one.
+    """Assert that the result is on the device of the inputs. The check uses the device "meta", which every machine has.
 
-    That device is "meta": tensors with shapes and without values, which every machine has. A function that needs values of
-    its inputs, for example to branch on them, cannot run there and is not judged. A tuple among the arguments is the shape of
-    an input.
+    Its tensors have shapes, but no values. A function that needs values of its inputs, for example to branch on them,
+    cannot run there, and is not judged. A tuple among the arguments is the shape of an input.
     """
     inputs = [torch.empty(*given, device="meta") if isinstance(given, tuple) else given for given in arguments]
     hint = "Create tensors with device=a.device (the device of the input): on a GPU they must not land on the CPU."

@@ -1,7 +1,7 @@
-"""Known mistakes: a wrong result that equals what a usual mistake gives has this mistake named.
+"""Known mistakes. If a wrong result equals the result of a usual mistake, the message names this mistake.
 
-The sentences say what to look at, not what to write. Attention is computed block by block in float64, as the kernels of labs
-1 and 3 do, with one step changed.
+The sentences say what to look at, not what to write. As the kernels of labs 1 and 3, this module computes attention
+block by block, in float64, and with one step changed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def name_mistakes(got: object, expected: torch.Tensor, mistakes: Mistakes, other
     """Return the words of the mistakes that give these values: at most two, joined by "Or:".
 
     Args:
-        got: the wrong result; anything but a tensor of the right shape has no known mistake.
-        expected: the right one.
-        mistakes: {what is wrong: the values that it gives}, or pairs of these where two have the same words. Values of
-            another shape are not compared.
-        otherwise: what is returned if no mistake fits.
+        got: the wrong result. If it is no tensor of the right shape, no mistake is known.
+        expected: the right result.
+        mistakes: {words: the values that the mistake gives}, or a list of such pairs where two mistakes have the same
+            words. Values of another shape are ignored.
+        otherwise: the words if no mistake fits.
     """
     if not isinstance(got, torch.Tensor) or got.shape != expected.shape:
         return otherwise
@@ -35,7 +35,7 @@ def name_mistakes(got: object, expected: torch.Tensor, mistakes: Mistakes, other
     for words, values in mistakes.items() if isinstance(mistakes, Mapping) else mistakes:
         if values.shape == g.shape and wrong.any():
             apart = _apart(g, values.to(g)).double()
-            # A mistake explains the wrong elements, and says nothing else about the right ones.
+            # A mistake has to explain all wrong elements, and to leave the right elements as they are.
             if apart.mean() < 0.1 and apart[wrong].mean() < 0.1:
                 found.append((apart.mean().item(), words))
     best = min(found, default=(0.0, ""))[0]
@@ -44,7 +44,7 @@ def name_mistakes(got: object, expected: torch.Tensor, mistakes: Mistakes, other
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Where two tensors differ by more than 2% of the typical size of b; NaN equals NaN, and infinity equals infinity."""
+    """Mark the elements that differ by more than 2% of b's typical size. NaN equals NaN, infinity equals infinity."""
     finite = torch.isfinite(b)
     size = b[finite].abs().mean() if finite.any() else torch.ones(())
     near = (a - b).abs() <= 0.02 * size + 0.02 * torch.nan_to_num(b, 0.0, 0.0, 0.0).abs()
@@ -56,27 +56,27 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Steps:
-    """How blocks of keys become an output; the defaults are right, and each other value is a mistake."""
+    """The steps from blocks of keys to an output. The default of a field is right; every other value is a mistake."""
 
-    last_key: int = 0  # keys that the mask lets through beyond those that exist
+    last_key: int = 0  # number of keys behind the last key that the mask lets through
     in_block: bool = False  # the mask counts keys within the block, not over all blocks
-    rescale_output: float = 1.0  # exponent of the factor that multiplies the output so far; 0 leaves it out
-    rescale_sum: float = 1.0  # the same for the sum of each row
+    rescale_output: float = 1.0  # exponent of the factor that rescales the output so far; with 0 there is no factor
+    rescale_sum: float = 1.0  # exponent of the factor that rescales the sum of each row
     scale: float = 1.0  # factor of the scores in the exponent
-    divide: bool = True  # the output is divided by the sum
-    total: str = "new"  # adds the block's sum to the sum so far; "block" keeps the block's alone
-    value_block: str = "own"  # which block of V belongs to a block of K; also "first", or "number": at its number
-    key_block: str = "own"  # the same for the block of K
-    skip: int = 0  # blocks that are left out at the end
-    probabilities: str = "own"  # V is multiplied with its block's probabilities; "first" takes those of the first block
+    divide: bool = True  # whether the output is divided by the sum
+    total: str = "new"  # the new sum is old sum plus block's sum; with "block" it is the block's sum
+    value_block: str = "own"  # where V's block begins: at its own key, at key 0, or ("number") at its number
+    key_block: str = "own"  # where K's block begins, in the same words
+    skip: int = 0  # number of blocks that are left out at the end
+    probabilities: str = "own"  # the block whose probabilities multiply V
 
 
 def attention_in_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: Steps, block: int = 64, downward: bool = False
 ) -> torch.Tensor:
-    """Compute attention of q (..., Sq, D) over k and v (..., Sk, D) in float64; missing keys of a block arrive as zeros.
+    """Compute attention of q (..., Sq, D) over k and v (..., Sk, D) in float64; keys beyond the last are zeros.
 
-    `downward` visits the blocks from the last to the first, as a producer does that loads an incomplete block first.
+    `downward` visits the blocks from the last to the first.
     """
     q, k, v = q.double(), k.double(), v.double()
     sk = k.shape[-2]
@@ -95,7 +95,7 @@ def attention_in_blocks(
         top = torch.maximum(highest, s.amax(-1))
         finite = torch.where(torch.isfinite(top), top, 0.0)
         p = torch.exp2((s - finite[..., None]) * scale)
-        # Before the first block the factor is 1; turned around it is 2^(+inf), and 0 times that is NaN.
+        # Before the first block the factor is 1. With the wrong sign it is 2^(+inf), and 0 times this is NaN.
         factor = torch.exp2((highest - finite) * scale)
         grown = factor if steps.rescale_output < 0 else torch.where(torch.isfinite(highest), factor, 1.0)
         total = (total * grown**steps.rescale_sum if steps.total == "new" else 0.0) + p.sum(-1)
@@ -106,7 +106,7 @@ def attention_in_blocks(
     return output / total[..., None] if steps.divide else output
 
 
-CARRIED = {  # from block to block, in the kernels of labs 1 and 3
+CARRIED = {  # mistakes from block to block, in the kernels of labs 1 and 3
     "Keys that do not exist take part: their scores are 0, and should be minus infinity. Are they masked?": Steps(
         last_key=10**9
     ),
@@ -148,7 +148,7 @@ OVERLAP = {
 
 
 def attention_mistake(got: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """Return a hint if `got` is what a known mistake makes of attention over q, k, v (..., S, D); "" if none is known."""
+    """Return a hint if a known mistake in attention over q, k, v (..., S, D) gives `got`; otherwise return ""."""
     scale = 1 / math.sqrt(q.shape[-1])
     q, k, v = (t.detach().double() for t in (q, k, v))
     attend = functools.partial(F.scaled_dot_product_attention, q, k, v)
@@ -167,7 +167,7 @@ def attention_mistake(got: object, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 
 def flash_mistake(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int) -> str:
-    """Return what is wrong with the output of lab 1's kernel in Triton, (H, Sq, D), in blocks of so many keys; or what to look at."""
+    """Return a hint for the output (H, Sq, D) of lab 1's kernel in Triton, which takes keys in blocks of `block`."""
     last = (k.shape[1] - 1) // block * block
     alone = "Only the last block of keys counts. Is the new maximum kept, and is each part added to what was there?"
     known = {words: attention_in_blocks(q, k, v, steps, block) for words, steps in FLASH.items()}
@@ -177,7 +177,7 @@ def flash_mistake(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
         "masked before it is taken? Or: is a part of the output never written (head, strides, mask)?"
     )
     right = attention_in_blocks(q, k, v, Steps(), block)
-    words = name_mistakes(got, right, known) or attention_mistake(got, q, k, v)  # a guess where every value is NaN
+    words = name_mistakes(got, right, known) or attention_mistake(got, q, k, v)  # a guess if all is NaN
     return " Or: ".join(filter(None, (overflow if got.isnan().any() else "", words))) or (
         "Are m, l and the accumulator carried from block to block, and has every pointer its head and its strides?"
     )
@@ -185,17 +185,17 @@ def flash_mistake(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
 
 # ---- roundings -------------------------------------------------------------------------------------------------------
 
-# Share of the results that may differ from the exact ones, rounded. With float32 inside, only those few differ that lie almost
-# in the middle of two numbers of the dtype: none of most inputs, half a percent of scores in float16 that are large. With weights
-# of 8 bits it is 7 to 86 percent, with scores, the sum or the output in 16 bits on the way 41 to 74.
+# Share of the results that may differ from the rounded exact results. With float32 inside, a result differs only if it
+# lies almost in the middle between two numbers of the dtype: mostly none, half a percent at large float16 scores.
+# With weights of 8 bits 7 to 86% differ; with scores, sum or output in 16 bits 41 to 74% differ.
 _OTHERWISE = 0.04
 
 
 def expect_rounded_once(got: torch.Tensor, exact: torch.Tensor, what: str, suspects: str) -> None:
-    """Assert that results are the exact ones, rounded to their dtype, but for the few that float32 rounds the other way.
+    """Assert that nearly all results equal the exact results, rounded to their dtype.
 
-    The size of an error hides what happens inside: the last rounding is as large. Here the last rounding is taken out.
-    `got` has 16 bits, `exact` is float64, and `suspects` names what may be in 16 bits, such as `scores, weights and sums`.
+    The size of the errors would not show a rounding in between, because the last rounding has the same size.
+    `got` has 16 bits, `exact` is float64. `suspects` names the values that may be in 16 bits, such as `scores and sums`.
     """
     otherwise = float((got.detach() != exact.to(got.dtype)).double().mean())
     if otherwise > _OTHERWISE:

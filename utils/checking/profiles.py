@@ -1,4 +1,4 @@
-"""A pretended GPU for answers that profile: on a CPU nothing has to be waited for, and no kernel is launched."""
+"""A pretended GPU for answers that profile: without a GPU, an answer need not wait, and launches no kernel."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _KINDS = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CU
 
 
 def profile_on_pretended_gpu(answer: Callable, operator: str, repeats: int) -> tuple[str, str, list[str], bool]:
-    """Call `answer(fn, file)` where its code is told that there is a GPU; it runs in the answer's process.
+    """Call `answer(fn, file)` in the answer's process, as if there were a GPU.
 
-    `fn`, which the answer profiles, runs a function of torch with one argument `repeats` times.
+    `fn` calls a function of torch with one argument, `repeats` times. The answer profiles `fn`.
 
     Returns:
-        The type that the answer returned, "profile" for a profiler of torch's; the text of the file, "" if it wrote none; the
-        order of its calls of `fn` ("fn"), its waits for the GPU ("wait"), by the course's `synchronize` or by torch's, and the
-        profiler's steps ("step"); and whether it asked for a GPU's kernels.
+        The name of the type that the answer returned, "profile" for torch's profiler; the text of the file, or "" without a
+        file; the order of its calls of `fn` ("fn"), of the profiler's steps ("step"), and of its waits for the GPU ("wait"),
+        by the course's `synchronize` or by torch's; and whether the profiler was to record a GPU's kernels.
     """
     x, calls, asked = torch.rand(64), list[str](), list[bool]()
     real_profile, real_available, real_wait = torch.profiler.profile, torch.cuda.is_available, torch.cuda.synchronize
@@ -52,7 +52,7 @@ def profile_on_pretended_gpu(answer: Callable, operator: str, repeats: int) -> t
             calls.append("step")
             super().step()
 
-    # A notebook's, where torch's functions may have other names.
+    # The names of a notebook, where torch's functions may have other names.
     names: dict[str, Any] = getattr(answer, "__globals__", {})
     course = {"synchronize": synchronize, "on_gpu": True, "device": torch.device("cuda")}
     found = {name: value for name, value in course.items() if name in names}

@@ -1,7 +1,7 @@
 """Checks of a student's answers: a verdict instead of a crash, and messages that say what to look at.
 
-A check is a function of the student's objects. It states what must hold with plain ``assert`` and the ``expect_*``
-functions below; ``@check`` turns whatever happens inside of it into a `Verdict`:
+A check is a function of the student's objects. It tests them by plain ``assert`` and the ``expect_*`` functions below.
+``@check`` turns its end, or any exception, into a `Verdict`:
 
     @check("1.1", "Naive GEMM", forbids=MATMUL, largest=1, hint="write the three loops")
     def check_1_1(gemm_naive, seed=None):
@@ -37,7 +37,7 @@ from utils.checking.watching import Family, Rule
 
 
 def label_of(question: str) -> str:
-    """Return `Question 1.1` for `1.1`; `Bonus 4.5` stays."""
+    """Return `Question 1.1` for `1.1`, and `Bonus 4.5` for `Bonus 4.5`."""
     return f"Question {question}" if question[:1].isdigit() else question
 
 
@@ -49,7 +49,7 @@ class WrongAnswer(AssertionError):
 
 
 class AnswerNeeded(NotImplementedError):
-    """A cell needs an answer that is not there yet. Notebooks show its message alone."""
+    """A cell needs an answer that is not written yet. Notebooks show its message alone."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"\x1b[33m…\x1b[0m {self}"]
@@ -83,10 +83,10 @@ class Verdict:
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Send everything that is written to stderr inside to stdout instead.
+    """Redirect all text for stderr to stdout inside of the block.
 
-    nbgrader gives a test cell no points when anything appears on its stderr, even a harmless warning. Text gets there
-    in three ways: by `sys.stderr`, by file descriptor 2 (C++ code), and by log handlers that kept the stream object.
+    nbgrader gives a test cell no points if any text appears on its stderr, even a harmless warning. There are three ways
+    to stderr: `sys.stderr`, file descriptor 2 (C++ code), and log handlers that hold the stream object.
     """
     stream, buffer = sys.stderr, io.StringIO()
     with contextlib.suppress(Exception):
@@ -94,11 +94,11 @@ def quiet_stderr() -> Iterator[None]:
     with tempfile.TemporaryFile() as file:
         try:
             with contextlib.ExitStack() as undo:
-                with contextlib.suppress(OSError):  # there may be no file descriptor 2
+                with contextlib.suppress(OSError):  # file descriptor 2 may not exist
                     undo.callback(os.close, saved := os.dup(2))
                     undo.callback(os.dup2, saved, 2)
                     os.dup2(file.fileno(), 2)
-                # ipykernel's stream is a Python object: replacing its `write` reaches log handlers that kept the stream.
+                # ipykernel's stream is a Python object: a new `write` also redirects log handlers that hold the stream.
                 with contextlib.suppress(AttributeError):
                     stream.write = buffer.write  # type: ignore[method-assign]
                     undo.callback(delattr, stream, "write")
@@ -111,16 +111,16 @@ def quiet_stderr() -> Iterator[None]:
 
 
 def _only_raises(code: types.CodeType) -> bool:
-    """Whether a function does nothing in the end but raise NotImplementedError: it has no way to return."""
+    """Return whether a function always raises NotImplementedError, and never returns."""
     steps = {step.opname for step in dis.get_instructions(code)}
     return "NotImplementedError" in code.co_names and not steps & {"RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE"}
 
 
 def is_answered(value: object) -> bool:
-    """Return whether a value is an answer: not None, not `...`, and no function or kernel that is still the stub."""
+    """Return whether a value is an answer: not None, not `...`, and not the unwritten stub of a function or kernel."""
     if value is None or value is ...:
         return False
-    for _ in range(8):  # through decorators, triton.jit and functools.partial
+    for _ in range(8):  # the function inside of decorators, triton.jit and functools.partial
         inner = getattr(value, "__wrapped__", None) or getattr(value, "fn", None) or getattr(value, "func", None)
         if isinstance(value, types.FunctionType) or inner is None:
             break
@@ -131,19 +131,19 @@ def is_answered(value: object) -> bool:
 
 
 def raises_not_implemented(source: str) -> bool:
-    """Whether a text of Python still has the `raise NotImplementedError()` of an unanswered question in it."""
+    """Return whether a text of Python still has the `raise NotImplementedError()` of an unanswered question."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False  # written, if wrongly: the check says what is wrong with it
+        return False  # it is written, but wrong: the check names the error
     return any(isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node) for node in ast.walk(tree))
 
 
 def missing_answer(cell: ast.Module, names: Mapping[str, Any]) -> str | None:
-    """Say which answer a cell of a notebook uses that is not there yet; None if the cell may run.
+    """Return a message about an unwritten answer that a cell of a notebook uses; None if the cell may run.
 
-    The checks' parameters have the names of the answers, but for texts of files. A check says by itself that its answer is not
-    written, a cell that asks `is_answered` goes on without it, and an answer may call one that is written later.
+    The checks' parameters have the names of the answers, except for texts of files. Three kinds of cells may run: a check
+    reports an unwritten answer itself, a cell with `is_answered` needs no answer, and the cell of an answer may call others.
     """
     checks = {name: check for name, check in names.items() if name.startswith("check_") and hasattr(check, "question")}
     asked = [(check.question, inspect.signature(check).parameters.values()) for check in checks.values()]
@@ -166,7 +166,7 @@ def missing_answer(cell: ast.Module, names: Mapping[str, Any]) -> str | None:
 
 
 def watch_cells() -> None:
-    """Let each cell of this notebook say what it lacks before it runs; do nothing outside of a notebook."""
+    """Before each cell of this notebook, show a message if an answer is missing; do nothing outside of a notebook."""
     shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
     def visit(cell: ast.Module) -> ast.Module:
@@ -188,15 +188,15 @@ def check(
 ) -> Callable[[Callable], Callable[..., Verdict]]:
     """Turn a function into a check, which returns a `Verdict` and never raises for a student's mistake.
 
-    The function returns nothing, or a sentence for the student, when the answer is right. Every call of the student's
-    functions leaves its inputs as they were, and keeps to what is forbidden or limited, or fails (`Rule`, `Answer`).
+    If the answer is right, the function returns nothing, or a sentence for the student. A call of a student's function
+    fails if it changes its inputs (`Answer`), or breaks the rule (`Rule`).
 
     Args:
-        question: `1.1`, or with its own word, `Bonus 4.5`
+        question: `1.1`, or `Bonus 4.5`
         title: a name for the question, in the message of a right answer
-        forbids: a family of operators that may not run, or several; () forbids formulas of libraries alone
+        forbids: one or more families of operators that may not run; () forbids only formulas of libraries
         largest: elements that an operator may work on, or words such as "one tile" where the check gives the number
-        hint: what to do instead of what is forbidden
+        hint: advice, for an answer that breaks the rule
     """
     families = (forbids,) if isinstance(forbids, Family) else forbids
     rule = None if families is None and largest is None else Rule(families or (), largest, hint)
@@ -206,7 +206,7 @@ def check(
 
         @functools.wraps(function)
         def checked(*args: object, **kwargs: object) -> Verdict:
-            given = signature.bind(*args, **kwargs)  # a wrong call of the check itself is not the student's mistake
+            given = signature.bind(*args, **kwargs)  # wrong arguments of the check itself are not the student's mistake
             answers = {name: is_answered(value) for name, value in given.arguments.items() if callable(value)}
             if missing := [name for name, answered in answers.items() if not answered]:
                 what = missing[0] if len(missing) < len(answers) else label_of(question)
@@ -219,7 +219,7 @@ def check(
                 return Verdict(question, False, _explain(error, question, function))
             return Verdict(question, True, message or (f"{title}: passed." if title else "passed."))
 
-        # For the grader, and for the question's text.
+        # The grader reads these, and so does the builder of the question's text.
         checked.question, checked.title, checked.rule = question, title, rule  # type: ignore[attr-defined]
         return checked
 
@@ -227,7 +227,7 @@ def check(
 
 
 def visible(question: str, title: str = "", **rule) -> Callable[[Callable], Callable[..., None]]:
-    """Turn a function into a check that raises `WrongAnswer` by itself, or prints a line; `.judge` returns the verdict."""
+    """Turn a function into a check that raises `WrongAnswer` or prints a line; its `.judge` returns the verdict."""
 
     def decorate(function: Callable) -> Callable[..., None]:
         judge = check(question, title, **rule)(function)
@@ -243,12 +243,12 @@ def visible(question: str, title: str = "", **rule) -> Callable[[Callable], Call
 
 
 def _explain(error: BaseException, question: str, function: Callable) -> str:
-    """One message for the student: what happened, and on which line of theirs."""
+    """Return a message for the student: the error, and the student's line that led to it."""
     lines = lines_of_error(error, skip=inspect.unwrap(function).__code__)
     where = f"\n  {lines[-1]}" if lines else ""
     if isinstance(error, AnswerNeeded):
         return str(error)
-    # The `raise NotImplementedError()` of a stub has no words; torch's, for an operator that it lacks, has some.
+    # The NotImplementedError of a stub has no words; torch's error for a missing operator has words.
     if isinstance(error, NotImplementedError) and not str(error):
         if len(lines) > 1 and lines[-1].function != lines[0].function:
             return f"{label_of(question)} calls {lines[-1].function}, which is not answered yet."
@@ -307,7 +307,7 @@ def expect_close(
 
 
 def _pattern(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> str:
-    """A sentence on how wrong values relate to the right ones, if they do so simply."""
+    """Return a sentence about a simple relation between wrong and right values; "" if there is none."""
     if not got.any():
         return " Every element is zero."
     close = functools.partial(torch.allclose, rtol=max(rtol, 1e-3), atol=0.0)
@@ -323,7 +323,7 @@ def _pattern(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> str:
 
 
 def expect_items(got: object, names: str, what: str) -> list:
-    """Assert that an answer returned a tuple or a list of the things that are named, such as "q, k, v"; return it."""
+    """Assert that an answer returned a tuple or list with an item for each name, such as "q, k, v"; return it."""
     if not isinstance(got, tuple | list) or len(got) != len(names.split(", ")):
         raise AssertionError(f"{what} should be ({names}), and is {got!r:.80}.")
     return list(got)
@@ -339,10 +339,10 @@ def expect_number(
     mistakes: Mapping[str, float | Sequence[float]] | None = None,
     tell: bool = False,
 ) -> None:
-    """Assert that `got`, also a 0-d tensor or a NumPy scalar, is the number `expected`; name a wrong unit or a known mistake.
+    """Assert that `got`, also a 0-d tensor or a NumPy scalar, is `expected`; name a wrong unit or a known mistake.
 
-    `mistakes` is {hint: the number, or numbers, that this mistake leads to}. With `tell` the message says the right number:
-    that of a visible check would answer the question with it.
+    `mistakes` is {hint: the number, or numbers, that this mistake leads to}. With `tell` the message has the right number.
+    In a visible check it would answer the question.
     """
     if got is None:
         raise AssertionError(f"{what} is None: is a return missing?")
@@ -358,23 +358,23 @@ def expect_number(
     if abs(value - expected) <= rel * abs(expected):
         return
     tail, near = unit and f" {unit}", max(rel, 1e-9)
-    # Two mistakes may lead to the same number; then the message names both.
+    # If two mistakes lead to the same number, the message names both.
     known = [
         text
         for text, numbers in (mistakes or {}).items()
         if any(abs(value - n) <= near * abs(n) for n in (numbers if isinstance(numbers, Sequence) else (numbers,)))
     ]
     hint = f" {' Or: '.join(known)}" if known else _factor(value, float(expected), unit)
-    right = f", expected {_shown(float(expected))}{tail}" if tell else ""
-    raise AssertionError(f"{what} is not {_shown(value)}{tail}{right}.{hint}")
+    right = f", expected {_number_text(float(expected))}{tail}" if tell else ""
+    raise AssertionError(f"{what} is not {_number_text(value)}{tail}{right}.{hint}")
 
 
-def _shown(number: float) -> str:
+def _number_text(number: float) -> str:
     return f"{int(number):,}" if number.is_integer() and abs(number) < 1e15 else f"{number:.6g}"
 
 
 def _factor(value: float, expected: float, unit: str) -> str:
-    """Say on which side of the right number a wrong one lies, and whether MACs, or a prefix of the unit, explain the distance."""
+    """Say whether a number is too large or too small, and whether MACs or a prefix of the unit explain the factor."""
     ratio = value / expected if expected else 0.0
     counts = "FLOP" in unit or "MAC" in unit
     if counts and abs(2 * ratio - 1) < 2e-3:

@@ -1,14 +1,14 @@
-"""What a question forbids or limits, and the watch that holds an answer to it, by whatever names it calls operators.
+"""The rules of questions: forbidden operators and limits of sizes. A watch sees the operators that an answer runs.
 
     @check("1.1", "Naive GEMM", forbids=MATMUL, largest=1)
     def gemm_naive(gemm_naive, seed=None):
         expect_close(gemm_naive(a, b), a @ b, ...)  # this call, as every other one, keeps to the rule or fails
 
-The code runs under modes of torch, and only what runs counts. The dispatch mode sees every operator below autograd: `a @ b`
-and `F.linear` as `aten.mm`, `einsum` as `aten.bmm`, a compiled function's, and under `inference_mode` composite ones such as
-`matmul`, whole. The function mode sees the calls above it, and with them the ways out of torch: `.numpy()`, `.tolist()`,
-DLPack; single numbers may leave. Below the watch run the insides of custom and higher-order operators (`custom` has their
-names) and other threads, of which it sees nothing.
+The code runs under two modes of torch, and only operators that run count. The dispatch mode sees every operator below
+autograd: `a @ b` and `F.linear` as `aten.mm`, `einsum` as `aten.bmm`, and the operators of compiled functions. Under
+`inference_mode` it sees composite operators such as `matmul`. The function mode sees calls of torch's functions, also
+the ways out of torch: `.numpy()`, `.tolist()`, DLPack. Single numbers may leave torch. The watch does not see the inside
+of custom and higher-order operators (`custom` has their names), nor other threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from utils.checking.authors import lender, line_of_stack
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text, to write a set of names in few lines."""
+    """Return the set of the words of a text."""
     return frozenset(text.split())
 
 
@@ -42,8 +42,8 @@ def words(text: str) -> frozenset[str]:
 class Family(NamedTuple):
     """Operators that a question can forbid: regular expressions of their names, without namespace and overload."""
 
-    words: str  # what the family is called in a sentence, such as `fused attention`
-    names: str  # with spaces between them
+    words: str  # the family's name in a sentence, such as `fused attention`
+    names: str  # regular expressions, with spaces between them
 
 
 # Operators that compute attention in one call.
@@ -52,8 +52,8 @@ FUSED_ATTENTION = Family(
     r"_?scaled_dot_product_\w+ _(?:flash|efficient|cudnn)_attention\w* \w*multi_head_attention\w* flex_attention\w*"
     r" _triton_scaled_dot_attention",
 )
-# Operators that multiply matrices, or that can be used for it: a decomposition or an inverse of blocks holds a product, and
-# so do distances and Fourier transforms. Outer products (`outer`, `addr`) are not among them: they are one step of the sum over k.
+# Operators that multiply matrices, or that can replace a product: decompositions, inverses, distances and Fourier
+# transforms hold products. Outer products (`outer`, `addr`) are not here: they are one step of the sum over k.
 _PRODUCTS = r"""
     mm bmm addmm baddbmm addbmm addmv mv dot vdot inner einsum tensordot multi_dot linalg_multi_dot \w*matmul\w*
     matrix_power linalg_matrix_power cov corrcoef hspmm smm sspaddmm \w*_mm\w* _?\w*addmm\w*
@@ -69,7 +69,7 @@ SOFTMAX = Family("softmax or logsumexp of torch", r"\w*softmax\w* \w*logsumexp\w
 GELU = Family("GELU of torch", r"\w*gelu\w*")
 DERIVATIVES = Family("derivative by torch", "autograd")
 
-# Operators that compute nothing: they make tensors, look at them in other shapes, or carry values from place to place.
+# Operators that compute nothing: they create tensors, change their shapes, or move values.
 VIEWS = words("""
     detach alias view _unsafe_view reshape _reshape_alias view_as_real view_as_complex expand permute transpose t unsqueeze
     squeeze select slice split split_with_sizes unsafe_split tensor_split unbind chunk narrow as_strided diagonal unfold movedim
@@ -84,7 +84,7 @@ MOVES = VIEWS | words("""
     result_type promote_types
     """)
 
-# How many numbers of a tensor get out of torch at once, by what the function mode calls it.
+# The ways out of torch for many numbers at once: {name in the function mode: words for a message}.
 _EXITS = {
     **dict.fromkeys(("__array__", "__array_wrap__"), "numpy.asarray(tensor)"),
     **{name: f".{name}()" for name in ("numpy", "tolist", "data_ptr", "untyped_storage")},
@@ -95,15 +95,15 @@ _EXITS = {
 
 
 class OperationWatch(TorchDispatchMode):
-    """Records what runs in a `with` block: operators and their sizes, custom operators, derivatives, ways out of torch.
+    """A record of a `with` block: operators and their sizes, custom operators, derivatives, ways out of torch.
 
-    `with OperationWatch() as watch: gemm(a, b)` counts by name, and for each name keeps the student's line that ran it
-    first. What is replaced for the watch is put back at its end, also when the code inside raises. Operators run slower
-    under it (tens of microseconds each): watch small shapes, and never time under it. All that it has seen is plain data,
-    which travels between processes as JSON.
+    `with OperationWatch() as watch: gemm(a, b)` counts operators by name, and stores for each name the student's line that
+    ran it first. At its end, also after an exception, it restores the functions of torch that it replaces. An operator
+    takes tens of microseconds more under it: use small shapes, and never measure time. The record is plain data, which
+    can travel between processes as JSON.
     """
 
-    supports_higher_order_operators = True  # flex_attention and the like arrive here instead of raising
+    supports_higher_order_operators = True  # otherwise flex_attention and similar operators raise an error
     SEEN = ("operations", "calls", "exits", "custom", "borrowed", "lines", "largest", "steps")
 
     def __init__(self) -> None:
@@ -111,11 +111,11 @@ class OperationWatch(TorchDispatchMode):
         self.operations: dict[str, int] = {}  # aten operators, for example "mm"
         self.calls: dict[str, int] = {}  # torch's functions and methods, for example "einsum"
         self.exits: dict[str, int] = {}  # ways out of torch, for example ".numpy()"
-        self.custom: dict[str, int] = {}  # operators whose inside is hidden: "mylib::mm"
-        self.borrowed: dict[str, int] = {}  # a library's formula, whose operators ran: file, function
+        self.custom: dict[str, int] = {}  # custom operators, whose inside is hidden: "mylib::mm"
+        self.borrowed: dict[str, int] = {}  # "file, function" of a library's formula that ran operators
         self.lines: dict[str, str] = {}  # name -> the first line that used it
         self.largest: dict[str, int] = {}  # operator -> elements of the largest tensor that it took or returned
-        self.steps: list[tuple] = []  # each operator with the shapes, and the numbers, that it was given
+        self.steps: list[tuple] = []  # each operator with the shapes and the numbers among its arguments
         self._beside = contextlib.ExitStack()
 
     def __enter__(self):
@@ -131,7 +131,7 @@ class OperationWatch(TorchDispatchMode):
         self._beside.close()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, counters = _counted_as(func)
+        name, counters = _name_and_counters(func)
         for counter in counters:
             self._note(getattr(self, counter), name)
         if name not in MOVES and (source := lender()):
@@ -155,7 +155,7 @@ class OperationWatch(TorchDispatchMode):
         self.largest[name] = max(self.largest.get(name, 0), *(t.numel() for t in (*given, *tensors_in(result))), 0)
         self.steps.append((name, tuple(tuple(t.shape) for t in given), *(n for n in values if type(n) in (int, float))))
 
-    def at(self, name: str) -> str:
+    def line_of(self, name: str) -> str:
         """Return the student's line that used this name first, as the end of a message; "" if none is known."""
         return f"\n  {self.lines[name]}" if name in self.lines else ""
 
@@ -171,13 +171,13 @@ class OperationWatch(TorchDispatchMode):
         """Return the multiply-accumulates of all matrix products."""
         return sum(math.prod(product) for product in self.products)
 
-    def over(self, limit: int, names: Collection[str] | None = None) -> tuple[str, int] | None:
+    def largest_above(self, limit: int, names: Collection[str] | None = None) -> tuple[str, int] | None:
         """Return the operator with the most elements, and their number, if it is more than `limit`.
 
         Args:
-            limit: elements that are allowed.
-            names: the operators that count; None counts every one unless it is known to move values only, since a list of
-                those that compute would never be complete.
+            limit: the number of elements that is allowed.
+            names: the operators that count. None: all operators count, except MOVES, as a list of all operators that
+                compute would never be complete.
         """
         counted = [n for n in self.largest if (n not in MOVES if names is None else n in names)]
         name = max(counted, key=self.largest.__getitem__, default=None)
@@ -185,19 +185,19 @@ class OperationWatch(TorchDispatchMode):
 
 
 def uncompiled_flex() -> contextlib.AbstractContextManager:
-    """Have eager FlexAttention call masks and score modifiers as they are: compiling them fails under a mode, and for ever after."""
+    """Let eager FlexAttention call masks without compiling them: compilation fails under a mode, and in later calls."""
     return mock.patch("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, create=True)
 
 
 def tensors_in(values) -> list[torch.Tensor]:
-    """Return the tensors among arguments or results, those in containers included."""
+    """Return the tensors among arguments or results, also the tensors in containers."""
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 @functools.cache
-def _counted_as(func) -> tuple[str, tuple[str, ...]]:
-    """Return the name of an operator, without its namespace, overload and the _ of one in place, and its counters."""
-    if not hasattr(func, "_schema"):  # a higher-order operator: what it runs inside runs below the watch
+def _name_and_counters(func) -> tuple[str, tuple[str, ...]]:
+    """Return an operator's name, without namespace, overload and the _ of in-place operators, and its counters."""
+    if not hasattr(func, "_schema"):  # a higher-order operator, whose inside the watch does not see
         return func.__name__, ("operations", "custom")
     if func.namespace in ("aten", "prim", "prims", "profiler"):  # a label for the profiler computes nothing
         return func._schema.name.split("::")[1].rstrip("_") or func.__name__, ("operations",)
@@ -211,10 +211,10 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        if name == "__get__":  # a property: its own name sits on the descriptor
+        if name == "__get__":  # a property, whose descriptor has the name
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         if name in _EXITS:
-            # Places, counts and truth values may leave.
+            # Indices, counts and truth values may leave torch.
             if not args or not isinstance(args[0], torch.Tensor) or args[0].is_floating_point() or args[0].is_complex():
                 self.seen._note(self.seen.exits, _EXITS[name])
         elif name != "__get__":
@@ -222,7 +222,7 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Through which every derivative by torch goes: backward, autograd.grad, torch.func's vjp, and forward mode.
+# Every derivative by torch calls one of these: backward, autograd.grad, torch.func's vjp, and forward mode.
 _DERIVATIVES = (
     (torch.autograd, "_engine_run_backward"),
     (torch.autograd.graph, "_engine_run_backward"),
@@ -234,20 +234,20 @@ _DERIVATIVES = (
 
 
 def _plain(name: str) -> str:
-    """`__matmul__` and `matmul_` -> `matmul`."""
+    """Return a name without underscores at its ends: `matmul` for `__matmul__` and `matmul_`."""
     return name.strip("_") if name.startswith("__") else name.rstrip("_")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a question forbids or limits, declared beside its check.
+    """The rule of a question, declared beside its check.
 
     Attributes:
-        forbids: families of operators that may not run. Formulas of libraries and custom operators may never; and where a
-            family is forbidden or a size is limited, tensors of real numbers may not leave torch, for nobody sees what runs there.
-        largest: elements that an operator which computes may take or return; words, such as "one tile", where the sizes of
-            a call decide: then the check gives the number, by `Answer.limited`.
-        hint: what to do instead of what is forbidden.
+        forbids: families of operators that may not run. Formulas of libraries and custom operators may never run. If there
+            is a family or a limit, tensors of real numbers may not leave torch, where the watch sees nothing.
+        largest: elements that an operator may take or return, if it computes. It is a text, such as "one tile", if the
+            number depends on the sizes of a call: then the check gives the number by `Answer.with_limit`.
+        hint: advice, for an answer that breaks the rule.
     """
 
     forbids: tuple[Family, ...] = ()
@@ -255,7 +255,7 @@ class Rule:
     hint: str = ""
 
     def describe(self) -> str:
-        """Return the rule as sentences for the question's text, the feedback and the docs."""
+        """Return the rule in sentences, for the question's text, the feedback and the docs."""
         parts = [f"no {family.words}" for family in self.forbids]
         if self.largest is not None:
             unit = "numbers" if isinstance(self.largest, int) and self.largest > 1 else "number"
@@ -266,7 +266,7 @@ class Rule:
         return f"What runs counts: {', '.join(parts)}.{stay}"
 
     def expect(self, watch: OperationWatch, limit: int | None = None) -> None:
-        """Assert that what ran in a call keeps to the rule; `limit` is the number of elements for `largest`."""
+        """Assert that a watched call keeps to the rule; `limit` is the number of elements for `largest`."""
         pattern = re.compile(
             "|".join(f"(?:{name})" for family in self.forbids for name in family.names.split()) or "(?!)"
         )
@@ -288,11 +288,11 @@ class Rule:
         elif watch.exits and (self.forbids or self.largest is not None):
             name = next(iter(watch.exits))
             words = f"your code took a tensor's values out of torch, by {name}. Keep them in tensors."
-        elif limit is not None and (found := watch.over(limit)):
+        elif limit is not None and (found := watch.largest_above(limit)):
             name, allows = found[0], f"{self.largest} has" if isinstance(self.largest, str) else "this question allows"
             words = f"the operator {name} worked on {found[1]:,} elements at once, and {allows} {limit:,}."
         else:
             return
         end = "" if self.hint.endswith(("?", "!", ".")) else "."
         hint = f" {self.hint[0].upper()}{self.hint[1:]}{end}" if self.hint else ""
-        raise AssertionError(f"{words}{hint}{watch.at(name)}")
+        raise AssertionError(f"{words}{hint}{watch.line_of(name)}")

@@ -1,1 +1,1 @@
-"""What the notebooks' setup cells import: for each lab its machine, helpers, plots and visible checks, by one line."""
+"""A module for each lab. Its notebook's setup cell imports facts of the machine, helpers, plots and visible checks."""

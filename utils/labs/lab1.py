@@ -1,4 +1,4 @@
-"""Lab 1: what its setup cell imports. The machine's facts, the experiments that a student only runs, and their pictures."""
+"""Lab 1's setup cell imports this: facts of the machine, experiments that a student only runs, and their pictures."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ on_gpu = device.type == "cuda"
 dtype = torch.bfloat16 if on_gpu else torch.float32  # the dtype of every benchmark of this lab
 dtype_name = "bf16" if on_gpu else "fp32"
 config = GEMMA_CONFIG
-flash_batch, flash_heads, flash_dim = (1, 16, 128) if on_gpu else (1, 4, 64)  # of Part 5
+flash_batch, flash_heads, flash_dim = (1, 16, 128) if on_gpu else (1, 4, 64)  # sizes of Part 5
 RECORDED = ROOT / "assets/results/h200/lab1.json"  # this lab's tables from an H200
-# Medians of interleaved calls, as a caller of the functions waits for them: launches included.
+# Medians of interleaved calls. A time is the caller's waiting time, with launches.
 TIMES = {"warmup": 5, "iterations": 30} if on_gpu else {"warmup": 2, "iterations": 7}
 show_recorded = functools.partial(session.show_recorded, "lab1")
 plot_beside = functools.partial(session.plot_beside, "lab1")
@@ -69,18 +69,18 @@ save_results = functools.partial(session.save, "lab1")
 
 
 def random_qkv(tokens: int) -> list[torch.Tensor]:
-    """Three tensors (flash_batch, flash_heads, tokens, flash_dim) of normal values, for Part 5."""
+    """Return three tensors (flash_batch, flash_heads, tokens, flash_dim) of normal values, for Part 5."""
     return [torch.randn(flash_batch, flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3)]
 
 
 def synchronize() -> None:
-    """Wait until the device has finished everything it was given."""
+    """Wait until the device has finished all its work."""
     if on_gpu:
         torch.cuda.synchronize()
 
 
 def show_machine() -> None:
-    """Print what machine this is, and which sizes the lab uses on it."""
+    """Print the name of this machine, and the sizes of the lab's problems on it."""
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     sizes = "full: made for a data-centre GPU" if on_gpu else "small: made for a laptop"
     print(f"{name}, PyTorch {torch.__version__}; benchmarks in {dtype_name}; sizes {sizes}")
@@ -159,13 +159,13 @@ check_limit = small_task(
 
 
 def median_times(functions: Mapping[str, Callable], **options) -> dict[str, Measurement]:
-    """Measure functions without arguments, taking turns; {name: Measurement}, with medians and their intervals."""
+    """Measure functions without arguments, which take turns; return {name: Measurement} with medians and intervals."""
     options = {"labels": list(functions), "queue_ahead": False, "device": device, **TIMES, **options}
     return dict(zip(functions, measure_together(list(functions.values()), **options), strict=True))
 
 
 def plus_minus(measurement: Measurement) -> str:
-    """`1.23 ± 0.04`: a median in ms and the half width of its interval."""
+    """Return a text such as `1.23 ± 0.04`: a median in ms and the half width of its interval."""
     low, high = measurement.interval_ms
     half = (high - low) / 2
     return f"{measurement.median_ms:.4g} ± {half:{'.0f' if half >= 100 else '.2g'}}"
@@ -173,16 +173,16 @@ def plus_minus(measurement: Measurement) -> str:
 
 @functools.cache
 def this_roof() -> Roofs:
-    """Return this machine's roofs: from the datasheet of a GPU that the course knows, measured otherwise."""
+    """Return this machine's roofs: from the datasheet if the course knows the GPU, otherwise measured."""
     print("looking at this machine's roofs: some seconds without a GPU ...", flush=True)
     return machine_roofs()
 
 
 def report_measured(name: str, measured: Mapping[str, tuple[float, float]]) -> None:
-    """Print measured points, {name: (FLOPs/Byte, TFLOP/s)}, with their shares of this machine's roof; keep and draw them.
+    """Print measured points, {name: (FLOPs/Byte, TFLOP/s)}, and their shares of this machine's roof; draw them.
 
-    A measured roof may be too low, because the machine was busy while it was measured. So when a point stands more than
-    10% above a measured roof, the roofs are measured again, and the higher ones are kept.
+    A measured roof may be too low, because the machine was busy. So if a point is more than 10% above a measured roof,
+    this measures the roofs again and uses the higher roofs.
     """
 
     def share(point: tuple[float, float]) -> float:
@@ -190,7 +190,7 @@ def report_measured(name: str, measured: Mapping[str, tuple[float, float]]) -> N
 
     if this_roof().origin == "measured" and max(map(share, measured.values())) > 1.1:
         print("A point stands above its roof. Was the machine busy when they were measured? Measuring them again ...")
-        machine_roofs(refresh=True)  # which keeps the higher ones
+        machine_roofs(refresh=True)  # it stores the higher roofs
         this_roof.cache_clear()
         if max(map(share, measured.values())) > 1.1:
             print("A point is still above its roof. Is the machine busy? If not, which assumption fails for it?")
@@ -203,7 +203,7 @@ def report_measured(name: str, measured: Mapping[str, tuple[float, float]]) -> N
 
 
 def plot_measured(name: str, measured: Mapping[str, tuple[float, float]]) -> None:
-    """Draw points under this machine's roof, and below it those that were recorded on an H200 under that GPU's roof."""
+    """Draw points under this machine's roof, and in a second picture the points of an H200 under its roof."""
     roofs = this_roof()
     peak, bandwidth = roofs.tflops[dtype_name], roofs.memory_bandwidth_tb_s
     plot_roofline(roofs.name, peak, bandwidth, measured=measured, title=f"This machine: {roofs.name}")
@@ -232,7 +232,7 @@ def memory_of_this_machine() -> tuple[float, float]:
 
 
 def compiled_file(name: str):
-    """Import an answer's file, such as gemm_triton.py, anew on a GPU; None without one, where nothing can be timed."""
+    """Import an answer's file, such as gemm_triton.py, again if there is a GPU; otherwise return None."""
     import importlib
 
     answered(name)
@@ -246,7 +246,7 @@ def compiled_file(name: str):
 
 
 def prefill_call(batch: int, length: int, implementation: str = "sdpa", compiled: bool = False) -> Callable:
-    """Return a function of no arguments that runs the prefill of one layer that attends to all tokens, without a cache."""
+    """Return a function without arguments: the prefill of a layer with full attention, without a cache."""
     layer, rotary_emb = build_decoder_layer(config, 5, dtype, device, attn_implementation=implementation)
     x, position_ids = create_prefill_inputs(batch, length, config.hidden_size, dtype, device)
     embeddings = get_position_embeddings(x, position_ids, rotary_emb, layer.self_attn.layer_type)
@@ -256,14 +256,14 @@ def prefill_call(batch: int, length: int, implementation: str = "sdpa", compiled
 
 
 def layer_calls(batch: int, length: int) -> dict[str, Callable]:
-    """Return functions of no arguments for sequences of `length` tokens: prefill, one more token with the cache, one without."""
+    """Return functions without arguments: a prefill of `length` tokens, a further token with the cache, and without."""
     layer, rotary_emb = build_decoder_layer(config, 5, dtype, device)
     kind, hidden = layer.self_attn.layer_type, config.hidden_size
     cache = initialize_kv_cache(layer.config, length + 1)
     x, position_ids = create_prefill_inputs(batch, length, hidden, dtype, device)
     embeddings = get_position_embeddings(x, position_ids, rotary_emb, kind)
     prefill = functools.partial(prefill_forward, layer, x, position_ids, embeddings, cache)
-    prefill()  # fills the cache
+    prefill()  # this call fills the cache
     x, position_ids, positions = create_decode_inputs_with_cache(batch, length, hidden, dtype, device)
     embeddings = get_position_embeddings(x, position_ids, rotary_emb, kind)
     options = {"past_key_values": cache, "cache_positions": positions}
@@ -276,12 +276,12 @@ def layer_calls(batch: int, length: int) -> dict[str, Callable]:
 
 
 def decode_step(batch: int, length: int) -> Callable:
-    """Return a function of no arguments that decodes one token with the cache."""
+    """Return a function without arguments that decodes one token with the cache."""
     return layer_calls(batch, length)["cached_ms"]
 
 
 def layer_latencies(batches: tuple[int, ...], lengths: tuple[int, ...]) -> pd.DataFrame:
-    """Measure one layer: prefill, one token with the cache, one without, in ms; keep the table and draw it."""
+    """Measure a layer in ms: prefill, a token with the cache, a token without. Store the table and draw it."""
     rows = []
     for batch in batches:
         for length in lengths:
@@ -301,11 +301,11 @@ def layer_latencies(batches: tuple[int, ...], lengths: tuple[int, ...]) -> pd.Da
 
 # ---- the scoreboard ------------------------------------------------------------------------------------------------
 
-scores: dict[str, float] = {}  # what the student's formulas say, in µs
+scores: dict[str, float] = {}  # results of the student's formulas, in µs
 
 
 def scoreboard(**yours: float) -> None:
-    """Draw one decode step of one layer on an H200, batch 1: what was recorded, and what your formulas say so far.
+    """Draw the times of a layer's decode step on an H200 at batch 1: recorded, and by your formulas so far.
 
     Args:
         **yours: a formula's µs, by its name: `memory`, `eager` or `graph`.
@@ -354,7 +354,7 @@ def _log_ticks(ax, ticks) -> None:
 
 
 def plot_calls(times_ms: list[float], without_wait_ms: list[float], harness_ms: float, title: str) -> None:
-    """Draw the time of each call, waited for and not, and what `benchmark_latency` says."""
+    """Draw the time of each call with and without a wait, and the result of `benchmark_latency`."""
     _, ax = plt.subplots(figsize=(9, 3), layout="constrained")
     ax.plot(times_ms, ".", color=series(0).color, label="one call, waited for")
     ax.plot(without_wait_ms, "x", color=series(1).color, markersize=4, label="one call, not waited for")
@@ -383,13 +383,13 @@ def plot_lines(
     for (label, level), style in zip(levels.items(), ("--", ":"), strict=False):
         ax.axhline(level, color="black", linewidth=1, linestyle=style, label=label)
     _log_ticks(ax, ticks)
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the lines: inside, it would cover them
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the lines, because inside it would cover them
     style_axes(ax, x=x, y=y, title=title)
     plt.show()
 
 
 def plot_latencies(table: pd.DataFrame, place: str) -> None:
-    """Draw the latency of one layer over the tokens before, a panel for each batch."""
+    """Draw the latency of a layer over the number of earlier tokens, in a panel for each batch."""
     batches, lengths = sorted(set(table["batch"])), sorted(set(table["length"]))
     _, axes = plt.subplots(1, len(batches), figsize=(4 * len(batches), 3), sharey=True, layout="constrained")
     for ax, batch in zip(axes, batches, strict=True):
@@ -406,7 +406,7 @@ def plot_latencies(table: pd.DataFrame, place: str) -> None:
 
 
 def plot_last_step(trace: str) -> None:
-    """Draw the last step of a trace, a row for each family of operators, with the share of the step that it takes."""
+    """Draw the last step of a trace: a row for each family of operators, with its share of the step's time."""
     inside = session.inside_of_last(trace, "ProfilerStep#")
     kernels = [event for event in inside if event.category in ("kernel", "gpu_memcpy")]
     kernels = kernels or [event for event in inside if event.category == "cpu_op"]
@@ -415,7 +415,7 @@ def plot_last_step(trace: str) -> None:
     for event, following in zip(kernels, [*kernels[1:], None], strict=True):
         end = event.start_us + event.duration_us
         calls_others = following is not None and following.start_us < end
-        # A product is its outermost operator, with what it calls; a conversion or a view is what it calls.
+        # The time of a product is that of its outermost operator; for conversions and views the operators below count.
         if event.start_us < until or (calls_others and event.family in ("memory", "other")):
             continue
         until, named = end, {"name": event.name, "category": event.family, "lane": event.family}
@@ -425,7 +425,7 @@ def plot_last_step(trace: str) -> None:
 
 
 def plot_graphs(table: pd.DataFrame) -> None:
-    """Draw eager and graph times of steps, recorded or measured, joined by a line for each step."""
+    """Draw the eager time and the graph time of each step, recorded or measured, with a line between the two."""
     _, ax = plt.subplots(figsize=(9, 0.9 + 0.4 * len(table)), layout="constrained")
     for row, line in enumerate(table.to_dict("records")):
         ax.plot([line["graph_ms"], line["eager_ms"]], [row, row], color="black", linewidth=1, zorder=1)
@@ -444,7 +444,7 @@ def plot_graphs(table: pd.DataFrame) -> None:
 
 
 def plot_flash_versions(table: pd.DataFrame, names: tuple[str, ...]) -> None:
-    """Draw times and memory of attention over the length, here and as recorded on an H200."""
+    """Draw time and memory of attention over the length, on this machine and on an H200 (recorded)."""
     recorded = None if on_gpu else recorded_table(RECORDED, "flash_attention")
     for place, found in {"on this machine": table, "on an H200, recorded": recorded}.items():
         if found is not None:
@@ -454,7 +454,7 @@ def plot_flash_versions(table: pd.DataFrame, names: tuple[str, ...]) -> None:
 
 
 def memory_during(call: Callable) -> tuple[list[float], list[float]]:
-    """Return (ms since the start, MB held beyond what was there before) after each allocation and release of one call."""
+    """Return (ms since the start, MB allocated since the start) after each allocation and release of a call."""
     call()
     synchronize()
     with torch.profiler.profile(profile_memory=True) as recorded:
@@ -475,7 +475,7 @@ def memory_during(call: Callable) -> tuple[list[float], list[float]]:
 
 
 def plot_memory(calls: Mapping[str, Callable], one_matrix_mb: float) -> dict[str, float]:
-    """Draw what each call holds from its start to its end, beside one score matrix; return the highest points in MB."""
+    """Draw the memory of each call over time, beside the size of a score matrix; return the maxima in MB."""
     _, axes = plt.subplots(1, len(calls), figsize=(10, 3), sharey=True, layout="constrained")
     highest = {}
     for i, (ax, (name, call)) in enumerate(zip(axes, calls.items(), strict=True)):

@@ -1,5 +1,5 @@
 # ruff: noqa: F401 (what the cells use is imported for them)
-"""What lab 2's cells use and a student need not read: this machine, its sizes, timing, and the plots of the experiments."""
+"""Helpers of lab 2's cells that a student need not read: this machine, sizes, timing, and plots of the experiments."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ device = default_device()
 on_gpu = device.type == "cuda"
 dtype = torch.bfloat16 if on_gpu else torch.float32  # the dtype of every benchmark
 dtype_name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-batch, heads, length, head_dim = (1, 16, 8192, 128) if on_gpu else (1, 4, 2048, 64)  # every benchmark's default
-tolerance = 0.1 if on_gpu else 1e-3  # between two ways to compute the same attention, in this dtype
+batch, heads, length, head_dim = (1, 16, 8192, 128) if on_gpu else (1, 4, 2048, 64)  # the default of every benchmark
+tolerance = 0.1 if on_gpu else 1e-3  # tolerance between two ways to compute the same attention in this dtype
 compiler = compile_support()
 show_recorded = functools.partial(session.show_recorded, "lab2")
 plot_beside = functools.partial(session.plot_beside, "lab2")
@@ -41,31 +41,31 @@ save = functools.partial(session.save, "lab2")
 
 
 def describe_machine() -> None:
-    """Print what this lab runs on, and at which sizes."""
+    """Print this machine, and the sizes of the lab's problems on it."""
     print(f"device        {torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}")
     print(f"benchmarks    {batch} x {heads} heads, {length} tokens, head dim {head_dim}, {dtype_name}")
     print(f"compiler      {compiler.reason}")
 
 
 def can_compile() -> bool:
-    """Return whether torch.compile works here; print why if it does not."""
+    """Return whether torch.compile works here; otherwise print the reason."""
     if not compiler:
         print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
     return bool(compiler)
 
 
 def everything(b, h, q, k):
-    """A mask that lets every pair through: the same kernel, blocks and tiles as under other masks, and nothing to skip."""
+    """Allow every pair. FlexAttention uses the same kernel, blocks and tiles as for other masks, and skips no block."""
     return q >= 0
 
 
 def random_qkv(length: int = length) -> list[torch.Tensor]:
-    """Three tensors (batch, heads, length, head_dim) of normal values."""
+    """Return three tensors (batch, heads, length, head_dim) of normal values."""
     return [torch.randn(batch, heads, length, head_dim, device=device, dtype=dtype) for _ in range(3)]
 
 
 def time_ways(ways: Mapping[object, Callable], samples: int = 11) -> pd.DataFrame:
-    """Median time of each function of no arguments, with its 95% interval; the calls take turns."""
+    """Measure functions without arguments, which take turns; return their median times with 95% intervals."""
     taken = measure_together(list(ways.values()), labels=[str(way) for way in ways], warmup=2, iterations=samples)
     rows = [(way, m.median_ms, *m.interval_ms) for way, m in zip(ways, taken, strict=True)]
     return pd.DataFrame(rows, columns=["way", "ms", "95% from", "95% to"])
@@ -169,7 +169,7 @@ check_patch = small_task(
 
 
 def check_sparse_mask(mod: Callable) -> None:
-    """Say whether a mask leaves at most an eighth of the causal pairs of 160 tokens, and no block below the diagonal empty."""
+    """Print whether a mask allows at most 1/8 of the causal pairs of 160 tokens, with a pair in each causal block."""
     seen, size = dense_mask(mod, 160, 160), 16
     blocks = seen.unfold(0, size, size).unfold(1, size, size).any(dim=(2, 3))
     below, share = torch.ones(10, 10, dtype=torch.bool).tril(), seen.sum().item() / (160 * 161 / 2)
@@ -186,7 +186,7 @@ def check_sparse_mask(mod: Callable) -> None:
 
 
 def plot_scores(shown: Mapping[str, Callable], score: float = 8.0, size: int = 64) -> dict[str, float]:
-    """Draw what each modifier makes of equal scores under a causal mask; return the lowest score that each leaves."""
+    """Draw the results of each modifier for equal scores under a causal mask; return the lowest score for each."""
     index, nothing, lowest = torch.arange(size), torch.zeros((), dtype=torch.int64), {}
     figure, axes = plt.subplots(1, len(shown), figsize=(13, 3), sharey=True, layout="constrained", facecolor=CARD)
     for ax, (name, mod) in zip(axes, shown.items(), strict=True):
@@ -195,7 +195,7 @@ def plot_scores(shown: Mapping[str, Callable], score: float = 8.0, size: int = 6
         lowest[name] = float(left.nan_to_num(math.inf).min())
         image = ax.imshow(left, cmap="RdBu_r", vmin=-12, vmax=12)  # white is a score of 0
         ax.set_title(f"{name}\n{lowest[name]:.3g} to {left.nan_to_num(-math.inf).max():.3g}", loc="left", fontsize=9.5)
-        ax.set(xlabel="key", facecolor="#c8c8c8")  # what is masked has no score
+        ax.set(xlabel="key", facecolor="#c8c8c8")  # a masked pair has no score
     axes[0].set_ylabel("query")
     figure.colorbar(image, ax=axes, label="score", shrink=0.8, extend="both")
     plt.show()
@@ -203,7 +203,7 @@ def plot_scores(shown: Mapping[str, Callable], score: float = 8.0, size: int = 6
 
 
 def show_code(code: str, needle: str, before: int = 4, after: int = 8, places: int = 2) -> int:
-    """Print the surroundings of the first places where needle stands in code; return how many lines hold it."""
+    """Print the lines around the first places of `needle` in the code; return the number of lines with it."""
     lines = code.splitlines()
     found = [i for i, line in enumerate(lines) if needle in line]
     print(f"{needle!r} stands in {len(found)} of {len(lines)} lines")
@@ -213,19 +213,19 @@ def show_code(code: str, needle: str, before: int = 4, after: int = 8, places: i
             places -= 1
             first, shown_to = max(i - before, shown_to + 1), min(i + after, len(lines) - 1)
             indents = [len(line) - len(line.lstrip()) for line in lines[first : shown_to + 1] if line.strip()]
-            margin = margin or min(indents)  # of the first place; generated code is deeply indented
+            margin = margin or min(indents)  # the indentation of the first place, as generated code is deeply indented
             print("\n".join(f"{j + 1:5} {lines[j].rstrip()[margin:][:110]}" for j in range(first, shown_to + 1)), "\n")
     return len(found)
 
 
 def plot_trace(trace: Path, call_name: str, title: str) -> None:
-    """Draw the last call of this name in a trace, from its beginning; the generated kernel gets a name that people read."""
+    """Draw the last call of this name in a trace, from its beginning; the generated kernel gets a readable name."""
     plot_timeline(session.inside_of_last(trace, call_name, without="aten::"), max_depth=9, title=title)
     plt.show()
 
 
 def plot_cliff(limit: int = 2) -> None:
-    """Draw the speed of each setting of `dynamic` over the lengths, and shade where the static kernels have run out."""
+    """Draw the speed of each setting of `dynamic` over the lengths; shade lengths without static kernels."""
     tables = session.here_and_recorded("lab2", "cliff")
     if not tables:
         return
@@ -244,7 +244,7 @@ def plot_cliff(limit: int = 2) -> None:
 
 
 def plot_sweep() -> None:
-    """Draw the speed-up of documents in blocks of each size, and its share of what the blocks promise."""
+    """Draw the speed-up for packed documents at each block size, and its share of the promised speed-up."""
     for place, table in session.here_and_recorded("lab2", "sweep").items():
         drawn = table.rename(columns={"block": "block_size", "span": "doc_span", "measured": "speedup"})
         rows = drawn.assign(ideal=drawn["blocks promise"]).to_dict("records")
@@ -253,7 +253,7 @@ def plot_sweep() -> None:
 
 
 def plot_pages() -> None:
-    """Draw what decoding over pages took on an H200, beside the same cache in one piece."""
+    """Draw the recorded times of an H200 for decoding over pages, and over a cache without pages."""
     record = json.loads((H200 / "decode_pages.json").read_text())
     rows = {f"{row['batch']} x {row['keys']} tokens": pd.Series(row["us"]) for row in record["rows"]}
     tables = {name: us.rename_axis("way").rename("µs").reset_index() for name, us in rows.items()}

@@ -1,4 +1,4 @@
-"""What lab 3's cells use and a student need not read: this machine, timelines and their slider, the recorded race, the games."""
+"""Helpers of lab 3's cells that a student need not read: this machine, timelines, sliders, the recorded race, games."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from utils.visualization import series, style_axes
 show_recorded = partial(session.show_recorded, "lab3")
 RECORDED = ROOT / "assets/results/h200"
 PEAK = GPU_SPECS["H200"]["bf16_tflops"]
-# Keys and values from the L2: twice the bandwidth of memory, half its latency. Round numbers to draw with, not measured.
+# Keys and values from the L2: twice the bandwidth of memory, half its latency. These round numbers are not measured.
 FROM_L2, BLACKWELL = (
     replace(gluon_cpu.CostModel.of(gpu), global_bytes=40.0, global_latency=300.0) for gpu in ("H200", "B200")
 )
@@ -68,7 +68,7 @@ big = attention_inputs(1, 128, 512, d=128)
 
 
 def machine() -> None:
-    """Print what runs here."""
+    """Print which parts of the lab run on this machine."""
     import triton
 
     print(f"device      {torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}")
@@ -151,7 +151,7 @@ def plot_runs(runs: dict, window: tuple[float, float] | None = None) -> None:
     """Draw the first program of each run, {title: run}, above each other; model cycles, not nanoseconds.
 
     Args:
-        runs: simulated with timeline=True.
+        runs: runs that were simulated with timeline=True.
         window: the cycles (first, last) to show; None shows all.
     """
     rows = [len({(e.unit, e.partition) for e in run.events}) for run in runs.values()]
@@ -166,27 +166,27 @@ def plot_runs(runs: dict, window: tuple[float, float] | None = None) -> None:
         ax.label_outer()
         legend = ax.get_legend()
         for text, patch in zip(legend.get_texts(), legend.legend_handles, strict=True):
-            patch.set(edgecolor="#8a8a8a", linewidth=0.5)  # the grey of a wait is nearly that of the card
-            key[text.get_text().replace("wgmma", "product")] = patch  # Blackwell's products are no wgmma
+            patch.set(edgecolor="#8a8a8a", linewidth=0.5)  # grey waits would hardly show on the grey card
+            key[text.get_text().replace("wgmma", "product")] = patch  # Blackwell has no wgmma
         legend.remove()
     figure.legend(key.values(), key, ncols=6, fontsize=7, loc="outside lower center", frameon=False)
     plt.show()
 
 
 def show_timeline(text: str, launch: Launch, title: str, below: dict | None = None, **options):
-    """Simulate a launch and draw its first program, above other runs, {title: run}, if there are any."""
+    """Simulate a launch and draw its first program, and below it further runs, {title: run}."""
     _, run = simulate_launch(text, launch, timeline=True, **options)
     plot_runs({title: run} | (below or {}))
     return run
 
 
 def tensor_core_share(run) -> float:
-    """Return the share of the first program's time in which a product was under way."""
+    """Return the share of the first program's time during which a product runs."""
     return sum(e.end - e.start for e in run.events if e.kind == "wgmma") / run.cycles[0]
 
 
 def draw_slider(text: str, keys=(32, 64, 128), slots=(1, 2, 3), head_dims=(64, 128)) -> None:
-    """Show the timeline of Question 5.2's kernel under three sliders; every picture is drawn now, none later."""
+    """Show the timeline of Question 5.2's kernel under three sliders. This draws all pictures now, before a slider moves."""
     choices = {"keys a block": keys, "slots": slots, "head dimension": head_dims}
     controls = "".join(
         f'<label style="margin-right:2em">{name} ({", ".join(map(str, values))}) '
@@ -209,7 +209,7 @@ def draw_slider(text: str, keys=(32, 64, 128), slots=(1, 2, 3), head_dims=(64, 1
         "const key=[...this.querySelectorAll('input')].map(i=>i.value).join('-');"
         "this.querySelectorAll('[data-key]').forEach(f=>f.style.display=f.dataset.key===key?'':'none')"
     )
-    keep = 'onkeydown="event.stopPropagation()"'  # or JupyterLab takes the arrow keys for the notebook's cursor
+    keep = 'onkeydown="event.stopPropagation()"'  # otherwise JupyterLab uses the arrow keys for the notebook's cursor
     display(HTML(f'<div {keep} oninput="{change}">{controls}{frames}</div>'))
 
 
@@ -232,7 +232,7 @@ def timeline_svg(run, until: float, width: int = 640, label: int = 190, height: 
 
 
 def plot_shares(shares: dict[str, float]) -> None:
-    """Draw the tensor cores' share of the time, as simulated, beside what an H200 reached of its peak."""
+    """Draw the tensor cores' share of the simulated time, beside an H200's measured share of its peak."""
     race = pd.DataFrame(json.loads((RECORDED / "lab3.json").read_text())["tables"]["race"]).set_index("against")
     measured = {"5.2": race["its TFLOP/s"]["ladder step 4"], "5.3": race["your TFLOP/s"]["cuDNN"]}
     reached = {what: tflops / PEAK for what, tflops in measured.items()}
@@ -247,7 +247,7 @@ def plot_shares(shares: dict[str, float]) -> None:
 
 
 def play(what: str, text: str, launch: Launch) -> None:
-    """Simulate a kernel that may be broken: print its report, draw the timeline up to it, and meet the guess of that name."""
+    """Simulate a kernel that may be wrong; print the report, draw the timeline up to it, and compare with the guess."""
     for seed in (None, 1, 2):  # the cost model's own timing, and two others
         report, run = simulate_failure(text, launch, seed=seed)
         if report:
@@ -260,7 +260,7 @@ def play(what: str, text: str, launch: Launch) -> None:
 
 
 def break_it(text: str, cases: dict[str, tuple[int, int]]) -> None:
-    """Play a kernel that reads one tile, with the phase that it waits for and the bytes that it announces too many."""
+    """Play a kernel that reads one tile, waits for this phase, and expects `extra_bytes` too many."""
     x = Tile(torch.ones(16, 64).half(), [16, 64])
     for what, (phase, extra) in cases.items():
         args = dict(x_desc=x, y_ptr=torch.zeros(1), PHASE=phase, EXTRA=extra)
@@ -271,26 +271,26 @@ def play_orders(text: str) -> None:
     """Play the kernel of 5.3 with one arrival moved, or at another slot's barrier."""
     k_done, v_done = "arrive(k_empty.index(k_slot)", "arrive(v_empty.index(v_slot)"
     launch, _ = overlap_launch(*big)
-    play("(a) k_empty before the wait", swapped(text, k_done, "warpgroup_mma_wait(1"), launch)
-    play("(b) v_empty of K's slot", swapped(text, v_done, "", "arrive(v_empty.index(k_slot)"), launch)
-    play("(c) v_empty before the wait", swapped(text, v_done, "warpgroup_mma_wait(0"), launch)
+    play("(a) k_empty before the wait", swap_lines(text, k_done, "warpgroup_mma_wait(1"), launch)
+    play("(b) v_empty of K's slot", swap_lines(text, v_done, "", "arrive(v_empty.index(k_slot)"), launch)
+    play("(c) v_empty before the wait", swap_lines(text, v_done, "warpgroup_mma_wait(0"), launch)
 
 
 def play_hand_offs(text: str) -> None:
-    """Play the kernel of 6.2 with a hand-off broken on each side."""
+    """Play the kernel of 6.2 with a wrong hand-off on each side."""
     launch, _ = two_softmax_launch(*attention_inputs(1, 256, 512))
-    play("(a) P announced early", swapped(text, "arrive(bars.p_full", "p_view.store("), launch)
-    play("(b) o_ready never arrives", swapped(text, "mbarrier.arrive(bars.o_ready", "", "pass  # ("), launch)
+    play("(a) P announced early", swap_lines(text, "arrive(bars.p_full", "p_view.store("), launch)
+    play("(b) o_ready never arrives", swap_lines(text, "mbarrier.arrive(bars.o_ready", "", "pass  # ("), launch)
 
 
-def swapped(text: str, line: str, before: str, instead: str = "") -> str:
-    """Return the text with the one line that contains `line` moved before the one that contains `before`, and changed.
+def swap_lines(text: str, line: str, before: str, instead: str = "") -> str:
+    """Move the only line that contains `line` before the line that contains `before`, change it, and return the text.
 
     Args:
         text: the text of a file.
         line: a part of the line to move.
         before: a part of the line to move it before; "" leaves it where it is.
-        instead: what stands in place of `line`; "" changes nothing.
+        instead: a text that replaces `line`; "" changes nothing.
     """
     lines = text.splitlines()
     places = [[i for i, words in enumerate(lines) if part and part in words] for part in (line, before)]
@@ -307,7 +307,7 @@ def swapped(text: str, line: str, before: str, instead: str = "") -> str:
 
 
 def plot_tiles(table: pd.DataFrame) -> None:
-    """Draw the cycles of the three units for each tile, and show what the tile needs."""
+    """Draw the cycles of the three units for each tile, and show the memory and registers that a tile needs."""
     _, ax = plt.subplots(figsize=(8.4, 3.2), layout="constrained")
     for i, unit in enumerate(("products", "exponentials", "loads")):
         ax.bar([x + 0.27 * (i - 1) for x in range(len(table))], table[unit], 0.27, label=unit, **series(i).bar)
@@ -320,7 +320,7 @@ def plot_tiles(table: pd.DataFrame) -> None:
 
 
 def plot_slots(cycles: dict[int, float]) -> None:
-    """Draw the model cycles of a ring for each number of slots, and meet the guess."""
+    """Draw the model cycles of a ring for each number of slots, and compare with the guess."""
     gains = [math.nan, *(cycles[n] / cycles[n + 1] - 1 for n in cycles if n + 1 in cycles)]
     table = pd.DataFrame({"slots": cycles.keys(), "model cycles": cycles.values(), "gained by the last slot": gains})
     enough = next((n for n, gain in zip(cycles, gains[1:], strict=False) if gain < 0.05), max(cycles))
@@ -343,7 +343,7 @@ def conflicts(y_ptr, shared: gl.constexpr, layout: gl.constexpr):
 
 
 def plot_conflicts() -> None:
-    """Draw the extra turns of a store for four layouts of a tile, by Triton's own count, and meet the guesses."""
+    """Draw the extra turns of a store for four layouts of a tile, as Triton counts them; compare with the guesses."""
     from triton.experimental.gluon import language as gl
 
     tiles = {"plain rows": gl.SwizzledSharedLayout(8, 1, 1, [1, 0])}
@@ -364,14 +364,14 @@ def plot_conflicts() -> None:
 
 
 def plot_naive_and_fused(naive_attention) -> None:
-    """Time both on this machine, count kernels and bytes, and draw them beside the recorded H200."""
+    """Time naive and fused attention here, count kernels and bytes, and draw them beside an H200 (recorded)."""
     if on_gpu:
         batch, heads, length, d, dtype = 4, 16, 4096, 128, torch.bfloat16
     else:
         batch, heads, length, d, dtype = 1, 4, 1024, 64, torch.float32
     q, k, v = (torch.randn(batch, heads, length, d, device=device, dtype=dtype) for _ in range(3))
     naive, fused = partial(naive_attention, q, k, v), partial(attention, q, k, v, backend="flash")
-    with nvtx_range("flashattention_baseline_unfused"):  # these names show in a trace
+    with nvtx_range("flashattention_baseline_unfused"):  # names of a GPU's kernels in a trace
         expected = naive()
     with nvtx_range("flashattention_optimized_flash"):
         difference = (fused().float() - expected.float()).abs().max().item()
@@ -380,7 +380,7 @@ def plot_naive_and_fused(naive_attention) -> None:
     qkvo, scores, unit = 4 * batch * heads * length * d, batch * heads * length**2, "kernels" if on_gpu else "operators"
     rows = []
     for name, call, measurement, elements in (
-        ("naive", naive, result.a, qkvo + 4 * scores),  # scores and probabilities are written once and read once each
+        ("naive", naive, result.a, qkvo + 4 * scores),  # scores and probabilities: each is written once and read once
         ("fused", fused, result.b, qkvo),
     ):
         counts, ms = count_cuda_kernels(profile(call)), measurement.median_ms
@@ -396,7 +396,7 @@ def plot_naive_and_fused(naive_attention) -> None:
 
 
 def show_recorded_fences() -> None:
-    """Show how many launches gave wrong numbers on an H200 with and without each fence."""
+    """Show the number of launches with wrong results on an H200, with and without each fence."""
     fences = json.loads((RECORDED / "gluon_fences.json").read_text())
     print(
         f"\nRecorded on an {fences['gpu']}, Triton {fences['triton']}, not measured here: launches with wrong results."
@@ -405,7 +405,7 @@ def show_recorded_fences() -> None:
 
 
 def plot_owner(owner) -> None:
-    """Draw which lane holds each element of two layouts, and the warp numbers of lane 5."""
+    """Draw the lane that holds each element of two layouts, and the warp numbers of lane 5."""
     layouts = ((1, 4), (4, 8), (4, 1), (1, 0)), ((4, 1), (8, 4), (1, 4), (0, 1))
     figure, axes = plt.subplots(1, 2, figsize=(10.4, 5.2), layout="constrained")
     for ax, layout in zip(axes, layouts, strict=True):
@@ -422,7 +422,7 @@ def plot_owner(owner) -> None:
 
 
 def count_fences(file: str, launch: Launch) -> dict | None:
-    """Count the fences in a kernel's machine code with and without those in its text; None without a compiler."""
+    """Count the fences in machine code of a kernel with and without fences in its text; None without a compiler."""
     if not offline_compile_support():
         return print(offline_compile_support().reason)
     text = text_of(file)
@@ -435,8 +435,8 @@ def count_fences(file: str, launch: Launch) -> dict | None:
 # ---- what the compiler made of it --------------------------------------------------------------------------------
 
 
-def compiled_answers(kernels: dict[str, Launch], capability: int = HOPPER) -> dict:
-    """Compile the files that are answered, and say before each one that it is compiled: {name: what the compiler made}."""
+def compile_answers(kernels: dict[str, Launch], capability: int = HOPPER) -> dict:
+    """Compile the files that are answered, and print a line before each; return {name: the compiler's result}."""
     if not (able := offline_compile_support()):
         print(able.reason)
         return {}
@@ -449,12 +449,12 @@ def compiled_answers(kernels: dict[str, Launch], capability: int = HOPPER) -> di
         except (AnswerNeeded, AssertionError) as refused:
             print(f"{name}: {refused}")
             if capability == BLACKWELL_CHIP and not gluon_on_blackwell():
-                print(f"    {gluon_on_blackwell().reason}")  # such as that Triton is too old
+                print(f"    {gluon_on_blackwell().reason}")  # for example, Triton is too old
     return whole
 
 
 def show_compiled() -> None:
-    """Count the instructions of every answer, and show what became of lines of 4.1 and 5.3."""
+    """Count the instructions of every answer, and show the machine code of lines of 4.1 and 5.3."""
     small = attention_inputs(2, 100, 200)
     kernels = {
         "3.1 cp.async": async_copy_launch(2000, 4, 3)[0],
@@ -464,7 +464,7 @@ def show_compiled() -> None:
         "5.2 specialized": attention_launch("lab3_specialized.py", 128, *small, STAGES=2)[0],
         "5.3 overlapped": overlap_launch(*small)[0],
     }
-    whole = compiled_answers(kernels)
+    whole = compile_answers(kernels)
     rows = [
         {"kernel": name, **made.instructions, "registers": made.registers}
         | {"spilled bytes": made.spill_bytes, "shared KiB": made.shared_bytes / 1024}
@@ -485,7 +485,7 @@ def show_compiled() -> None:
 
 
 def course_on(gpu: str) -> dict:
-    """Simulate the course's attention on 256 queries, step 5 on an "H200" or Blackwell's on a "B200": {title: run}."""
+    """Simulate the course's attention on 256 queries: step 5 on an "H200", or the kernel for a "B200"; {title: run}."""
     from utils.attention.gluon import step5_overlapped
     from utils.attention.gluon.arguments import Arguments
     from utils.attention.gluon.blackwell import attention as blackwell
@@ -509,7 +509,7 @@ def compile_for_blackwell() -> None:
         "6.2 two softmaxes": two_softmax_launch(*attention_inputs(1, 256, 256))[0],
     }
     shown = {"registers": "registers", "spilled bytes": "spill_bytes", "columns": "tensor_columns"}
-    whole = compiled_answers(kernels, BLACKWELL_CHIP)
+    whole = compile_answers(kernels, BLACKWELL_CHIP)
     display(pd.DataFrame({name: {x: getattr(made, y) for x, y in shown.items()} for name, made in whole.items()}).T)
 
 
@@ -526,7 +526,7 @@ def race(naive_attention) -> None:
     module = load_kernels(answered("lab3_overlap.py"), overlap_launch(*big)[0])
 
     def student_attention(q, k, v, block_n=128, stages=2):
-        """The kernel of 5.3 on GPU tensors (B, H, S, D)."""
+        """Launch the kernel of 5.3 on GPU tensors (B, H, S, D)."""
         out = torch.empty_like(q)
         blocks = [
             descriptor(x, [1, 1, rows, q.shape[-1]]) for x, rows in ((q, 64), (k, block_n), (v, block_n), (out, 64))
@@ -566,7 +566,7 @@ def race(naive_attention) -> None:
 
 
 def plot_ladder() -> None:
-    """Draw the recorded speeds of the five steps and their rivals at head dimension 128, and meet the guesses."""
+    """Draw the recorded speeds of the five steps and their rivals at head dimension 128; compare with the guesses."""
     print("Recorded on an H200, not measured here: head dimension 128, 16384 tokens, full.")
     tables = {}
     for file in ("attention_ladder.json", "attention_ratios.json"):

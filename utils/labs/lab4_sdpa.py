@@ -1,4 +1,4 @@
-"""What lab 4's setup cell brings: this machine, tensors and turns to measure, the recorded tables, plots and checks."""
+"""Lab 4's setup cell imports this: facts of the machine, tensors, timing, recorded tables, plots and checks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from utils.machine.device import default_device
 from utils.visualization import plot_timeline, series, style_axes
 from utils.visualization.style import CARD
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes a line at each start and stop
 device = default_device()
 on_gpu = device.type == "cuda"
 dtype = torch.bfloat16 if on_gpu else torch.float32  # of what is timed; what is compared in bits is bf16 everywhere
@@ -133,13 +133,13 @@ def running_backends(q, k, v, **options) -> list[str]:
 
 
 def time_in_turn(calls: Mapping[str, Callable], iterations: int = 11) -> dict[str, Measurement]:
-    """Measure calls that take turns (a b c c b a ...), so that a change of the machine's speed meets all of them."""
+    """Measure calls that take turns (a b c c b a ...), so that a change of the machine's speed affects all calls."""
     timed = measure_together(list(calls.values()), labels=list(calls), warmup=2, iterations=iterations)
     return dict(zip(calls, timed, strict=True))
 
 
 def who_runs(calls: Mapping[str, tuple], why_not: Callable[..., list[str]], backends=tuple(BACKENDS)) -> list[dict]:
-    """Draw which backend runs each call, {name: (q, k, v, options)}; return rows with the reasons of those that do not."""
+    """Draw the backends that run each call, {name: (q, k, v, options)}; return rows with the reasons for refusals."""
     rows = []
     for name, (*tensors, options) in calls.items():
         with warnings.catch_warnings():
@@ -166,7 +166,7 @@ def who_runs(calls: Mapping[str, tuple], why_not: Callable[..., list[str]], back
 
 
 def ask_the_door() -> list[dict]:
-    """Draw which backends of the course's `attention` take what SDPA does not: each is asked for the problem that it would get."""
+    """Draw the backends of the course's `attention` that take problems that SDPA does not take."""
     q, k, v = random_qkv(2, 4, 24, 32)
     of_one, number = (q[:1], k[:1], v[:1]), functools.partial(torch.tensor, dtype=torch.int32, device=device)
     lengths, starts = padded_mask(q, k, number([24, 7]), False, None), packed_mask(*of_one[:2], number([0, 10, 24]))
@@ -194,7 +194,7 @@ def ask_the_door() -> list[dict]:
 
 
 def load_grid(which: str = "grid") -> pd.DataFrame:
-    """Return a sweep recorded on an H200 ("grid" or "held-out"): SDPA's four backends, with a number for each shape."""
+    """Return a sweep of SDPA's four backends on an H200 (recorded): "grid" or "held-out". Shapes are numbered."""
     document = json.loads((H200 / "sdpa_grid.json").read_text(encoding="utf-8"))
     machine = document["environment"]
     print(f"Recorded on {machine['gpu']}, torch {machine['torch']}, cuDNN {machine['cudnn']}. Not measured here.")
@@ -206,7 +206,7 @@ def load_grid(which: str = "grid") -> pd.DataFrame:
 
 
 def score_rule(rule: Callable[[pd.Series], str], grid: pd.DataFrame, where: str) -> dict:
-    """Return what a rule, {a shape's row: a backend}, gains over torch's default and loses to the best of each shape."""
+    """Return a rule's gain over torch's default and its loss to the best backend; the rule maps a row to a backend."""
     timed = grid[grid["status"] == "ok"]
     ms = timed.pivot(index="shape", columns="backend", values="ms")
     calls = timed.drop_duplicates("shape").set_index("shape")
@@ -250,7 +250,7 @@ def plot_traces(paths: Mapping[str, Path]) -> None:
 
 
 def plot_queries(rows: list[dict], keys: int, reach: Mapping[str, int | None]) -> None:
-    """Draw the time of a call over `keys` keys by its queries, here and on an H200; `reach`: {panel: the ridge's queries}."""
+    """Draw the time over the number of queries, here and on an H200. `reach`: {panel: queries at the ridge}."""
     recorded = None if on_gpu else recorded_table(H200 / "lab4.json", "queries")
     tables = {"this machine": (pd.DataFrame(rows), keys), "H200, recorded": (recorded, 65536)}
     tables = {machine: table for machine, table in tables.items() if table[0] is not None}
@@ -266,7 +266,7 @@ def plot_queries(rows: list[dict], keys: int, reach: Mapping[str, int | None]) -
 
 
 def plot_gains(gains: Mapping[str, list[float]]) -> None:
-    """Draw the gain over one split by the number of splits, a line each."""
+    """Draw the gain over a single split by the number of splits, with a line for each call."""
     _, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
     for i, (label, values) in enumerate(gains.items()):
         ax.plot(range(1, len(values) + 1), values, **series(i).line, markersize=3, label=label)
@@ -277,10 +277,10 @@ def plot_gains(gains: Mapping[str, list[float]]) -> None:
 
 
 def plot_slowdowns(grid: pd.DataFrame) -> None:
-    """Draw the time of each backend over the best one, a panel a kind of call."""
+    """Draw the time of each backend over the best time, with a panel for each kind of call."""
     timed = grid[grid["status"] == "ok"]
     timed = timed.assign(slowdown=timed["ms"] / timed.groupby("shape")["ms"].transform("min"))
-    beside = {"math": 0.82, "flash": 0.92, "efficient": 1.0, "cudnn": 1.09}  # points of one shape stand side by side
+    beside = {"math": 0.82, "flash": 0.92, "efficient": 1.0, "cudnn": 1.09}  # so points of a shape do not overlap
     markers = {64: "o", 128: "s", 256: "^"}
     panels = {"training": timed["kind"] == "training", "prefill": timed["kind"] == "prefill"}
     for queries, title in ((1, "decode, 1 query"), (4, "decode, 4 queries")):
@@ -301,7 +301,7 @@ def plot_slowdowns(grid: pd.DataFrame) -> None:
 
 
 def plot_case(grid: pd.DataFrame) -> None:
-    """Draw cuDNN's time over flash's in decode by the programs of a call; filled points split the keys."""
+    """Draw the ratio of cuDNN's time to flash's time in decode by the programs of a call; filled points split keys."""
     timed = grid[(grid["status"] == "ok") & (grid["kind"] == "decode")]
     cudnn = timed[timed["backend"] == "cudnn"]
     flash = timed[timed["backend"] == "flash"].set_index("shape")["ms"]

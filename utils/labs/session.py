@@ -1,4 +1,4 @@
-"""What all labs share in a notebook: guesses and their score, this run's tables, and what an H200 measured beside them.
+"""Parts that the notebooks of all labs share: guesses and their score, this run's tables, and recorded tables.
 
 A lab's module binds the name of its record: `show_recorded = functools.partial(session.show_recorded, "lab2")`.
 """
@@ -28,17 +28,17 @@ from utils.visualization import series, style_axes
 
 H200 = ROOT / "assets/results/h200"  # tables that were recorded on an H200
 COLORS = {"math": "#0072b2", "flash": "#00694d", "efficient": "#e39a1f", "cudnn": "#a8548a"}  # as in the figures
-NEAR = 0.25  # a guess of a number counts for you if it is off by a quarter at most
+NEAR = 0.25  # you win with a number if its error is at most a quarter
 
 results: dict[str, list[dict]] = {}  # this run's tables, saved at the end
 guesses: dict[str, object] = {}  # your predictions; a measured value is printed beside its guess
-outcomes: dict[str, object] = {}  # what came out, by the same names
+outcomes: dict[str, object] = {}  # measured values, by the same names
 
 watch_cells()
 
 
 def beside_guess(what: str, measured: object) -> None:
-    """Print a measured value beside your guess, keep both, and say how you stand against the machine."""
+    """Print a measured value beside your guess, store both, and print your score against the machine."""
     guess, outcomes[what] = guesses.get(what), measured
     shown = f"{measured:.3g}" if isinstance(measured, float) else str(measured)
     won, lost = score()
@@ -47,13 +47,13 @@ def beside_guess(what: str, measured: object) -> None:
 
 
 def score() -> tuple[int, int]:
-    """Count the guesses that came near what was measured, and those that did not."""
+    """Return the number of guesses near the measured value, and the number of other guesses."""
     near = [is_near(guesses[what], measured) for what, measured in outcomes.items() if guesses.get(what) is not None]
     return sum(near), len(near) - sum(near)
 
 
 def is_near(guess: object, measured: object, rel: float = NEAR) -> bool:
-    """Return whether a guess is what was measured, or for numbers near it; in a tuple, each of them."""
+    """Return whether a guess equals the measured value, or is near a measured number; in tuples, for each item."""
     if isinstance(measured, tuple):
         many = isinstance(guess, tuple | list) and len(guess) == len(measured)
         return many and all(is_near(mine, right, rel) for mine, right in zip(guess, measured, strict=True))  # type: ignore[call-overload]
@@ -64,7 +64,7 @@ def is_near(guess: object, measured: object, rel: float = NEAR) -> bool:
 
 
 def number_of(value: object) -> float | None:
-    """Return a finite number, or a text of one, as a float, and None for anything else, truth values too."""
+    """Return a finite number, or its text, as a float; None for all other values, also for truth values."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):  # such as a tensor of three numbers
@@ -73,35 +73,35 @@ def number_of(value: object) -> float | None:
 
 
 def show(rows: Sequence[Mapping] | pd.DataFrame, index: str | list[str] | None = None) -> None:
-    """Display a table with four significant digits and texts in full; its first column names the rows if none is named."""
-    # The name of a kernel may be wider than the page: a space without width lets it go on in the next line.
+    """Display a table with four significant digits and full texts; the default of `index` is the first column."""
+    # The name of a kernel may be wider than the page. A space without width allows a line break.
     table = pd.DataFrame(rows).map(lambda x: re.sub("(?<=[,:<_])", "\u200b", f"{x}") if len(f"{x}") > 80 else x)
     with pd.option_context("display.float_format", "{:.4g}".format, "display.max_colwidth", None):
         display(table.set_index(index or table.columns[0]))
 
 
 def keep(name: str, table: pd.DataFrame) -> None:
-    """Show a table, and keep it in `results`."""
+    """Show a table, and store it in `results`."""
     results[name] = table.to_dict("records")
     show(table)
 
 
 def show_recorded(lab: str, table: str, renamed: Mapping[str, str] | None = None) -> None:
-    """Show a table of a lab as it was recorded on an H200, and say that it was not measured here."""
+    """Show a lab's recorded table of an H200, and print that it was not measured here."""
     rows = recorded_table(H200 / f"{lab}.json", table)
     if rows is not None:
         show(rows.rename(columns=renamed or {}))
 
 
 def here_and_recorded(lab: str, name: str) -> dict[str, pd.DataFrame]:
-    """Return a table of this run, and the same table as it was recorded on an H200; one without rows is left out."""
+    """Return {machine: table} for this run and for an H200 (recorded), without tables that have no rows."""
     recorded = recorded_table(H200 / f"{lab}.json", name)
     tables = {"this machine": pd.DataFrame(results.get(name, [])), "H200, recorded": recorded}
     return {place: table for place, table in tables.items() if table is not None and len(table)}
 
 
 def plot_beside(lab: str, name: str, columns: Sequence[str], label: str | list[str] = "", title: str = "") -> None:
-    """Draw columns of a table of this run, and below it of the same table as it was recorded on an H200.
+    """Draw columns of a table of this run, and below it of the same table from an H200 (recorded).
 
     Args:
         lab: the name of the lab's record, such as `lab2`.
@@ -114,12 +114,12 @@ def plot_beside(lab: str, name: str, columns: Sequence[str], label: str | list[s
 
 
 def plot_bars(tables: Mapping[str, pd.DataFrame], columns: Sequence[str], label: str | list[str] = "", title: str = ""):
-    """Draw bars: a row of panels for each table, each panel with a scale of its own.
+    """Draw bars: a row of panels for each table. Each panel has its own scale.
 
     Args:
         tables: {the words above its panels: a table}.
         columns: the columns to draw.
-        label: the column, or columns, that name the bars; the first one if none is named.
+        label: the column, or columns, that name the bars; the default is the first column.
         title: title of the picture.
     """
     if not tables:
@@ -132,7 +132,7 @@ def plot_bars(tables: Mapping[str, pd.DataFrame], columns: Sequence[str], label:
         words = table[[label] if isinstance(label, str) and label else label or [table.columns[0]]]
         names = words.replace({True: "causal", False: "full"}).astype(str).agg(", ".join, axis=1).tolist()
         kinds = next((table[kind] for kind in ("backend", "ran") if kind in table), words.iloc[:, 0])
-        other = "0.5" if {*kinds} & {*COLORS} else series(i).color  # beside backends' colours, grey is no backend
+        other = "0.5" if {*kinds} & {*COLORS} else series(i).color  # grey, so that it is not the colour of a backend
         for ax, column in zip(grid[i], columns, strict=True):
             values = table[column].astype(float) if column in table else pd.Series(math.nan, table.index)
             bars = ax.barh(range(len(table)), values, color=[COLORS.get(kind, other) for kind in kinds])
@@ -148,7 +148,7 @@ def plot_bars(tables: Mapping[str, pd.DataFrame], columns: Sequence[str], label:
 
 
 def inside_of_last(trace: str | Path, name: str, without: str = "") -> list[TraceEvent]:
-    """Return the events of a trace inside of the last one whose name begins so; their names without a prefix."""
+    """Return the events of a trace inside of the last event whose name begins with `name`, without a prefix."""
     events = read_trace(trace)
     call = [event for event in events if event.name.startswith(name)][-1]
     inside = [event for event in events if event != call and call.start_us <= event.start_us <= call.end_us]
@@ -165,7 +165,7 @@ def text_of(file: str) -> str:
 
 
 def answered(file: str) -> str:
-    """Return the text of an exercise's file; `AnswerNeeded` while its hole is still there."""
+    """Return the text of an exercise's file; `AnswerNeeded` if it is not answered yet."""
     if raises_not_implemented(text := text_of(file)):
         raise AnswerNeeded(f"This cell needs {file}: answer its question first, and run its cell.")
     return text
@@ -174,14 +174,14 @@ def answered(file: str) -> str:
 def small_task(
     what: str, right: object, hint: str, mistakes: Mapping[Any, str] | None = None, rel: float = 0.01
 ) -> Callable[[object], None]:
-    """Return the check of a line that a student writes for no points: it says how the line does, and the notebook goes on.
+    """Return a check of a line without points. The check prints whether the line is right, and never raises.
 
     Args:
-        what: what the line gives.
-        right: what it should be: a number, a word, or several in a tuple.
-        hint: what to think of where the line is wrong.
-        mistakes: {what a known mistake gives: words that name it}.
-        rel: how far a number may be off.
+        what: the value of the line, in words.
+        right: the right value: a number, a word, or a tuple of these.
+        hint: advice for a wrong line.
+        mistakes: {value of a known mistake: words that name it}.
+        rel: relative tolerance for numbers.
     """
 
     def check_line(yours: object = None) -> None:
@@ -197,7 +197,7 @@ def small_task(
 
 
 def save(lab: str) -> None:
-    """Write this run's tables and guesses to a file, with the machine they were made on, and draw your guesses."""
+    """Write this run's tables and guesses and the machine's facts to a file, and draw your guesses."""
     machine = environment()
     record = {
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else machine.get("cpu"),
@@ -215,7 +215,7 @@ def save(lab: str) -> None:
 
 
 def plot_guesses() -> None:
-    """Draw each guess of a number as a multiple of what was measured."""
+    """Draw each guess of a number over the measured number."""
     pairs = {what: (number_of(guesses.get(what)), number_of(outcome)) for what, outcome in outcomes.items()}
     ratios = {what: mine / right for what, (mine, right) in pairs.items() if mine and right and mine * right > 0}
     if not ratios:

@@ -1,7 +1,7 @@
 """Hidden checks of lab 1: each takes the student's functions and a seed, and returns a Verdict.
 
 `seed=None` draws fresh inputs at each call. All inputs live on the CPU, so the verdict is the same with and without a
-GPU; that a result follows its inputs' device is checked on the meta device.
+GPU. The meta device shows whether a result is on the device of its inputs.
 """
 
 from instructor.checks.lab1.attention import (

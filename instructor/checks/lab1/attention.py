@@ -16,15 +16,15 @@ def standard_attention(standard_attention, seed=None):
     """Check softmax(q k^T / sqrt(D)) v, without a fused operator and without a causal mask."""
     draw = Draw(seed)
     for dtype, most, d, rtol, atol in (
-        (torch.float32, 20, draw.choice((6, 12, 20)), 1e-4, 1e-5),  # no square, so that sqrt(D) is no short number
+        (torch.float32, 20, draw.choice((6, 12, 20)), 1e-4, 1e-5),  # not a square number, so sqrt(D) has many digits
         (torch.float64, 20, draw.choice((6, 12, 20)), 1e-5, 1e-6),
-        (torch.float32, 9, 128, 1e-3, 1e-4),  # heads as models have them
+        (torch.float32, 9, 128, 1e-3, 1e-4),  # a head dimension as in models
     ):
         b, h, s = draw.sizes(3, 2, most)
         q, k, v = (2 * draw.normal(b, h, s, d, dtype=dtype) for _ in range(3))
         what = f"of ({b}, {h}, {s}, {d}) in {dtype_name(dtype)}"
         expect_attention(standard_attention, q, k, v, what, rtol, atol)
-    # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
+    # The scores are so large that exp overflows, and so small that fp32 distinguishes the largest scores.
     q, k, v = 20 * draw.normal(1, 1, 6, 64), 20 * draw.normal(1, 1, 6, 64), draw.normal(1, 1, 6, 64)
     expect_attention(standard_attention, q, k, v, "with scores in the hundreds", 1e-3, 1e-3)
 
@@ -50,7 +50,7 @@ def attention_memory(score_bytes, longest_length, seed=None):
             },
         )
         s = draw.size(1000, 20000)
-        memory = 2 * b * h * size * (s + 1) ** 2 - 1  # one byte too few for one token more
+        memory = 2 * b * h * size * (s + 1) ** 2 - 1  # one byte too few for a further token
         expect_value(
             longest_length(memory, b, h, dtype),
             s,
@@ -90,14 +90,14 @@ def online_softmax_stats(online_softmax_stats, seed=None):
         (0, "jumping", torch.float64),
         (0, "narrow", torch.float32),
     ):
-        # So different that the shapes say which block an operator works on, also where a block stands beside a maximum.
-        rows, widths = 3, draw.some(9, range(5, 42, 4))
+        # The widths differ so much that a shape tells the block, even if the block is joined with a maximum.
+        rows, widths = 3, draw.choose(9, range(5, 42, 4))
         if order == "narrow":
             widths = [2] * 40
         if order is None:
             widths[0] = 1
         x = middle + 3 * draw.normal(rows, sum(widths), dtype=dtype)
-        if order == "jumping":  # so far that no exponent bridges it, in any dtype
+        if order == "jumping":  # a distance above the range of exponents in every dtype
             x[:, widths[0] :] += 1000.0
             x[:, : widths[0]] -= 1000.0
         elif order in ("rising", "falling"):

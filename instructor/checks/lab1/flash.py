@@ -10,14 +10,14 @@ from utils.checking.labs.lab1.attention import FLASH, attend_in_float64, expect_
 
 
 def _expect_wide_inside(function, draw: Draw, name: str) -> None:
-    """Assert one rounding with small and with large scores: then the weights are few, and what rounding a score costs stands out."""
+    """Assert that the result is rounded once. With large scores, few weights count, and a rounded score shows."""
     for factor in (1, 8):
         q, k, v = (draw.normal(1, 2, n, 16, dtype=torch.bfloat16) for n in (16, 400, 400))
         expect_wide_inside(function, (factor * q, k, v), (16, 16), f"{name}{' of large scores' if factor > 1 else ''}")
 
 
 def _expect_running_maximum(function, draw: Draw, name: str) -> None:
-    """Assert that the maximum runs: from tile to tile the scores rise so far that no exponent, of any dtype, bridges it."""
+    """Assert that the maximum runs. From tile to tile, scores rise by more than the range of every dtype's exponent."""
     s, d = 24, 8
     q, k = draw.normal(1, 1, s, d).abs() + 0.5, draw.normal(1, 1, s, d).abs() + 0.5
     k = k * torch.linspace(-300.0, 300.0, s)[None, None, :, None]
@@ -43,7 +43,7 @@ def flash_attention_tiled(flash_attention_tiled, seed=None):
             expect_tiled(flash_attention_tiled, inputs, tiles, name, tolerance)
     _expect_wide_inside(flash_attention_tiled, draw, name)
     _expect_running_maximum(flash_attention_tiled, draw, name)
-    # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
+    # The scores are so large that exp overflows, and so small that fp32 distinguishes the largest scores.
     q, k, v = 20 * draw.normal(1, 1, 33, 16), 20 * draw.normal(1, 1, 20, 16), draw.normal(1, 1, 20, 16)
     expect_tiled(flash_attention_tiled, (q, k, v), (6, 8), name, 1e-3)
     q, k, v = (draw.normal(1, 1, 70, 8) for _ in range(3))

@@ -15,7 +15,7 @@ from utils.checking.labs.lab1.gemm import (
     expect_tiles_used,
     expect_times,
     expect_wide_accumulator,
-    in_tiles,
+    fix_tiles,
 )
 
 
@@ -41,7 +41,7 @@ def gemm_naive(gemm_naive, seed=None):
 
 @check(**TILED)
 def gemm_tiled(gemm_tiled, seed=None):
-    """Check tiles and matrices of any size; one tile at a time, without a product of the library for more."""
+    """Check tiles and matrices of any size; an operator works on one tile at most."""
     draw = Draw(seed)
     hint = "Look at the tiles at the edges, and at where the accumulator starts and ends."
     # Whole tiles come first, so that the message separates errors in the tiling from errors at the edges.
@@ -55,7 +55,7 @@ def gemm_tiled(gemm_tiled, seed=None):
     ):
         what = _name("gemm_tiled", m, k, n, dtype, f" with tiles {tuple(tiles)}")
         a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
-        expect_product(in_tiles(gemm_tiled, *tiles), a, b, what, words)
+        expect_product(fix_tiles(gemm_tiled, *tiles), a, b, what, words)
     expect_tiles_used(gemm_tiled)
     narrow = [draw.normal(*shape, dtype=torch.bfloat16) for shape in ((16, 128), (128, 16))]
     a, b = draw.normal(70, 9), draw.normal(9, 5)
@@ -63,7 +63,7 @@ def gemm_tiled(gemm_tiled, seed=None):
     a, b = draw.normal(7, 10).T, draw.normal(9, 7).T
     a[1, 2] = math.nan
     what = "gemm_tiled of transposed views, with a NaN in row 1 of a,"
-    expect_product(in_tiles(gemm_tiled, 4, 4, 4), a, b, what, hint)
+    expect_product(fix_tiles(gemm_tiled, 4, 4, 4), a, b, what, hint)
     expect_wide_accumulator(gemm_tiled, *narrow, (16, 16, 16))
     expect_follows_device(gemm_tiled, (3, 5), (5, 4), 2, 2, 2, what="gemm_tiled(a, b)")
 
@@ -146,7 +146,7 @@ def tile_traffic(tiled_gemm_bytes, largest_square_tile, seed=None):
     for dtype in DTYPES[1:3]:
         for case in range(4):
             fast, tile_k = draw.size(20_000, 300_000), draw.choice((8, 16, 32, 64))
-            if case == 0:  # a tile that fits to the last byte
+            if case == 0:  # a tile that fills the memory to the last byte
                 fast = 4 * 150**2 + 300 * tile_k * dtype.itemsize
             t = max(x for x in range(300) if 4 * x * x + 2 * x * tile_k * dtype.itemsize <= fast)
             what = f"largest_square_tile({fast}, {tile_k}, {dtype_name(dtype)})"

@@ -59,7 +59,7 @@ def attended_pairs(attended_pairs, seed=None):
 
 
 def _attention(batch, query_len, kv_len, config, size, window=None, *, kv_heads=None, keys_read=None, pairs=None):
-    """Return (MACs, FLOPs, bytes) of attention; the keyword arguments make the known mistakes."""
+    """Return (MACs, FLOPs, bytes) of attention; each keyword argument stands for a known mistake."""
     h, d, heads = config.hidden_size, config.head_dim, config.num_attention_heads
     kv_heads = config.num_key_value_heads if kv_heads is None else kv_heads
     pairs = _pairs(query_len, kv_len, window) if pairs is None else pairs
@@ -74,11 +74,11 @@ def _attention(batch, query_len, kv_len, config, size, window=None, *, kv_heads=
 
 
 def _follows_pairs(got, attended_pairs, place: tuple, args: tuple[int, int, int, object], size: int) -> bool:
-    """Whether the counts are those of the student's own number of pairs."""
+    """Return whether the counts follow from the student's own number of pairs."""
     query_len, kv_len, window = place
     try:
         pairs = attended_pairs(query_len, kv_len, window)
-        if int(pairs) != pairs or not 0 <= pairs <= query_len * kv_len:  # beside infinity, any formula is as good
+        if int(pairs) != pairs or not 0 <= pairs <= query_len * kv_len:  # any formula matches infinity
             return False
         own = _attention(*args, size, window, pairs=pairs)
         return len(got) == 3 and all(math.isclose(g, e, rel_tol=1e-9) for g, e in zip(got, own, strict=True))
@@ -90,12 +90,11 @@ def _follows_pairs(got, attended_pairs, place: tuple, args: tuple[int, int, int,
 def attention_cost(attention_macs_flops_bytes, attended_pairs=None, seed=None):
     """Check the five operators with grouped heads, in prefill and decode, in full and in sliding layers.
 
-    A wrong count of pairs costs the points of `attended_pairs`, and no others: a cost that is right but for the student's
-    own number of pairs passes.
+    A wrong number of pairs costs the points of `attended_pairs` only: a cost that follows from this number passes.
     """
     draw = Draw(seed)
     configs = GEMMA_CONFIG, _draw_config(draw), _draw_config(draw)
-    for config, dtype in zip(configs, draw.some(3, DTYPES), strict=True):
+    for config, dtype in zip(configs, draw.choose(3, DTYPES), strict=True):
         length, window = draw.size(300, 900), draw.size(20, 200)
         size = dtype.itemsize
         for query_len, kv_len, w in (
@@ -231,7 +230,7 @@ def kv_cache_bytes(kv_cache_bytes, seed=None):
         sliding = sum(kind == "sliding_attention" for kind in kinds)
         full = len(kinds) - sliding
         lengths = draw.size(10, 99), window, draw.size(1000, 40000)
-        for length, dtype in zip(lengths, draw.some(3, DTYPES), strict=True):
+        for length, dtype in zip(lengths, draw.choose(3, DTYPES), strict=True):
             batch = draw.size(2, 64)
             tokens = sliding * min(length, window) + full * length
             token = 2 * batch * config.num_key_value_heads * d * dtype.itemsize

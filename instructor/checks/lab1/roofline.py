@@ -89,7 +89,7 @@ def achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm, seed=Non
                 "n is an integer.": 1.5 * size * ridge,
             },
         )
-    for dtype in DTYPES[1:3]:  # a ridge that an integer reaches exactly, in every way to write the formula
+    for dtype in DTYPES[1:3]:  # an integer n reaches this ridge exactly, however the formula is written
         ridge, size = draw.choice((40, 48, 64, 96)), dtype.itemsize
         n = 3 * size * ridge // 2
         expect_value(

@@ -1,7 +1,7 @@
 """Questions 1.5 and bonus 5.6: the student's Triton kernels, in the simulator.
 
-The entries below are appended to the student's file. Rows lie further apart in memory than a block can reach beyond its edges,
-and the simulator refuses accesses between them, as it refuses those outside of a tensor.
+The check appends the entries below to the student's file. In memory, the distance between rows is longer than a block.
+The simulator refuses accesses between rows, and accesses outside of a tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from utils.checking.labs.lab1.triton_kernels import expect_dots, flash_inputs, r
 from utils.checking.mistakes import flash_mistake
 from utils.checking.verdicts import raises_not_implemented
 
-_APART = 70  # elements or rows between what belongs to a tensor
+_APART = 70  # unused elements between two rows of a tensor
 
 _GEMM = f"""
 
@@ -62,16 +62,16 @@ def entry_of_the_check(q, k, v, block_m, block_n, backwards):
 
 
 def _run(source: str, kernel: str, entry: str, case: tuple, name: str, most: int, products: int) -> torch.Tensor:
-    """Return what the kernel of a student's file wrote.
+    """Return the output of the kernel in a student's file.
 
     Args:
         source: the text of the file.
         kernel: the kernel's name.
-        entry: text that launches it.
+        entry: the text of a function that launches the kernel.
         case: arguments of the entry.
-        name: says in words what the case is.
-        most: the largest block.
-        products: how many products of tiles each program has to make.
+        name: the case, in words.
+        most: the length of the largest block.
+        products: the number of products of tiles that each program has to compute.
     """
     # Searched in the text, because a `raise` in a compiled kernel never reaches Python.
     if raises_not_implemented(source):

@@ -1,9 +1,9 @@
 """Hidden checks of lab 2: each takes the student's functions and a seed, and returns a Verdict.
 
 `seed=None` draws fresh inputs at each call. All inputs live on the CPU, so the verdict is the same with and without a
-GPU. A mask is judged by what it says: it is evaluated pair by pair, under vmap as FlexAttention does it, on drawn
-sizes, heads, sequences and captured tensors, and compared with its definition. What it touches for one pair is
-measured, so a mask that reads a tensor of pairs is found whatever its name.
+GPU. A check evaluates a mask for each pair under vmap, as FlexAttention does, and compares it with its definition. The
+sizes, heads, sequences and captured tensors are drawn. A check also measures the tensors that a mask reads for one
+pair, so it finds a mask that reads a tensor of pairs.
 """
 
 from instructor.checks.lab2_flexattention.blocks import block_sparse_attention, count_blocks, promises

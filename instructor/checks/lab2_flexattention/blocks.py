@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from instructor.checks.common import Draw, expect_value
-from instructor.checks.lab2_flexattention.common import Counted, attend_densely
+from instructor.checks.lab2_flexattention.common import PairCounter, attend_densely
 from utils.attention.masks import dense_mask
 from utils.checking import check, expect_close, expect_items, expect_rounded_once, poisoned_memory
 from utils.checking.labs.lab2_flexattention.blocks import PROMISES, SKIPPING, expect_skipped, skipping_mistake
@@ -40,7 +40,7 @@ def count_blocks(count_blocks, seed=None):
         if numbers != expected:
             for hint, wrong in {
                 "The blocks at the edges are left out.": _counts(whole, block),
-                "A block that sticks out over the edge is not full: the kernel has to mask what is outside.": _edges_full(
+                "A block that sticks out over the edge is not full: the kernel has to mask what is outside.": _count_full_edges(
                     mask, block
                 ),
                 "The order is (full, partial, empty).": (empty, partial, full),
@@ -52,7 +52,7 @@ def count_blocks(count_blocks, seed=None):
             raise AssertionError(f"{what} is {numbers}, expected {expected}.")
 
 
-def _edges_full(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
+def _count_full_edges(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
     """Count a block as full if all its existing pairs are visible."""
     tiles = [tile for band in mask.split(block) for tile in band.split(block, dim=1)]
     full, empty = sum(bool(tile.all()) for tile in tiles), sum(not tile.any() for tile in tiles)
@@ -136,25 +136,25 @@ def block_sparse_attention(block_sparse_attention, seed=None):
             return ((ids[q] == ids[k]) | (k < 2 * size_k)) & (k <= q + 3) & (q >= cut) & (q < s - size_q)  # noqa: B023
 
         mask = dense_mask(mod, s, length)
-        counted = Counted(mod)
-        block_mask = create_block_mask(counted, None, None, s, length, device="cpu", BLOCK_SIZE=block)
-        counted.asked = 0
+        counter = PairCounter(mod)
+        block_mask = create_block_mask(counter, None, None, s, length, device="cpu", BLOCK_SIZE=block)
+        counter.pairs = 0
         what = f"block_sparse_attention of ({batch}, {heads}, {s}, {head_dim}) over {length} keys, blocks of {block}"
         row = batch * heads * size_q * length
-        # Scores come in rows of blocks; elsewhere a whole q, k, v or output is fine: `q / sqrt(D)` is no score matrix.
-        limited = block_sparse_attention.limited(max(row, q.numel(), k.numel()))
+        # An operator may work on a row of blocks of scores, or on a whole q, k, v or output, as in `q / sqrt(D)`.
+        limited = block_sparse_attention.with_limit(max(row, q.numel(), k.numel()))
         with poisoned_memory():
             got = limited(q, k, v, block_mask)
         tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
         right = attend_densely(q, k, v, mask)
         hint = skipping_mistake(got, q, k, v, mask, block_mask)
         expect_close(got, right, **tolerance, what=what, hint=hint)
-        expect_skipped(what, limited.watch, counted.asked, block_mask, q, k)
+        expect_skipped(what, limited.watch, counter.pairs, block_mask, q, k)
     _expect_wide_inside(block_sparse_attention, draw)
 
 
 def _expect_wide_inside(block_sparse_attention, draw: Draw) -> None:
-    """Assert that bf16 inputs are computed on in float32: roundings of the scores and of the weights add up."""
+    """Assert that the answer computes in float32 for bf16 inputs: rounded scores and weights give a larger error."""
     s = 256
     q, k, v = (draw.normal(1, 2, s, 16, dtype=torch.bfloat16) for _ in range(3))
     block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, s, s, device="cpu", BLOCK_SIZE=32)

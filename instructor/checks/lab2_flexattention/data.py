@@ -16,7 +16,7 @@ def masked_attention(masked_attention, seed=None):
     draw = Draw(seed)
     for large in (False, False, True):
         b, h, s, length, d = draw.sizes(5, 2, 20)
-        d = 128 if large else d  # as models have it
+        d = 128 if large else d  # as in models
         q = draw.normal(b, h, s, d)
         k, v = (draw.normal(b, h, length, d) for _ in range(2))
         mask = draw.normal(s, length) > 0

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils._python_dispatch import _disable_current_modes
 
 from instructor.checks.common import Draw
-from instructor.checks.lab2_flexattention.common import attend_densely, indices, recording
+from instructor.checks.lab2_flexattention.common import attend_densely, indices, record_calls
 from utils.attention import reference
 from utils.checking import Answer, OperationWatch, check, expect_close
 from utils.checking.labs.lab2_flexattention.kernels import expect_bucket, expect_no_bucket, expect_one_kernel
@@ -20,12 +20,12 @@ _SIGNATURE = inspect.signature(flex_attention)
 
 
 class _Attention:
-    """Replaces compiled FlexAttention: takes its arguments, records them, and computes each pair."""
+    """A replacement for compiled FlexAttention that records its arguments and computes each pair."""
 
     def __init__(self):
         self.calls: list[dict] = []
-        self.running = False  # true while it evaluates the mask_mod for every pair
-        self.returned = torch.zeros(())  # what it returned last
+        self.running = False  # whether it is evaluating the mask_mod for every pair now
+        self.result = torch.zeros(())  # the result of the last call
 
     def __call__(self, *args, **kwargs):
         self.running = True
@@ -42,14 +42,14 @@ class _Attention:
             raise ValueError(f"{q.shape[1]} query heads and {k.shape[1]} key-value heads need enable_gqa=True.")
         block_mask = given.get("block_mask")
         mask_mod = None if block_mask is None else block_mask.mask_mod
-        with _disable_current_modes():  # what attend itself runs is watched, not this
+        with _disable_current_modes():  # the watch is for operators of attend, not of this function
             out, _ = reference(q, k, v, mask_mod=mask_mod, score_mod=given.get("score_mod"), scale=given.get("scale"))
-            self.returned = out.to(q.dtype)
-            return self.returned
+            self.result = out.to(q.dtype)
+            return self.result
 
 
 def _expect_one_call(attention: _Attention, kv_heads: int, got) -> None:
-    """Assert that attend called attention once, with the keys' own heads, and returned what it returned."""
+    """Assert that attend called attention once, with keys whose heads are not repeated, and returned its result."""
     if len(attention.calls) != 1:
         raise AssertionError(
             f"attend(q, k, v) calls attention {len(attention.calls)} times; once is enough for all heads."
@@ -59,14 +59,14 @@ def _expect_one_call(attention: _Attention, kv_heads: int, got) -> None:
         raise AssertionError(
             f"attend hands {heads} key heads to attention, and k has {kv_heads}: with enable_gqa=True nobody copies keys."
         )
-    right = attention.returned
+    right = attention.result
     if not isinstance(got, torch.Tensor) or got.shape != right.shape or not torch.allclose(got, right):
         raise AssertionError("attend should return what attention returns, and compute nothing else.")
 
 
 @check("5.1", "Prepare once")
 def prepare_flex(prepare_flex, seed=None):
-    """Check that one block mask is built before the first call and shared; modifier, block size and GQA are passed on."""
+    """Check that all calls share one block mask, built before, and pass on modifier, block size and GQA."""
     draw = Draw(seed)
     length, block, cpu = 16 * draw.size(3, 20), 16, torch.device("cpu")
     attention = _Attention()
@@ -83,16 +83,10 @@ def prepare_flex(prepare_flex, seed=None):
     query, key = indices(length, length)
     mask = (key <= query) & (query - key < near)
     attend = prepare_flex(attention, mod, bias, length, cpu, block)
-    if not callable(attend):
-        raise AssertionError(
-            f"prepare_flex should return a function attend(q, k, v), and returns a {type(attend).__name__}."
-        )
-    if attention.calls:
-        raise AssertionError("prepare_flex already calls attention; that is what attend is for.")
-    if not asked[0]:
-        raise AssertionError(
-            "prepare_flex does not build the block mask: the mask_mod was not asked before the first call."
-        )
+    kind = type(attend).__name__
+    assert callable(attend), f"prepare_flex should return a function attend(q, k, v), and returns a {kind}."
+    assert not attention.calls, "prepare_flex already calls attention; only attend should call it."
+    assert asked[0], "prepare_flex does not build the block mask: the mask_mod was not asked before the first call."
     built, masks, computing = asked[0], [], set()
     asked[0] = 0
     create_block_mask(mod, None, None, length, length, device="cpu", BLOCK_SIZE=block)
@@ -118,29 +112,13 @@ def prepare_flex(prepare_flex, seed=None):
             raise AssertionError("attend(q, k, v) does not call attention.")
         _expect_one_call(attention, kv_heads, got)
         arguments = attention.calls.pop()
-        block_mask = arguments.get("block_mask")
-        if not isinstance(block_mask, BlockMask):
-            raise AssertionError("attend calls attention without a block_mask: every block would be computed.")
-        if block_mask.kv_num_blocks.shape[:2] != (1, 1):
-            raise AssertionError(
-                f"the block mask has tables for {tuple(block_mask.kv_num_blocks.shape[:2])} sequences and "
-                "heads; the mask is the same for all: B=None, H=None."
-            )
-        if tuple(block_mask.BLOCK_SIZE) != (block, block):
-            raise AssertionError(
-                f"block_size is {block}, and the block mask has blocks of {tuple(block_mask.BLOCK_SIZE)}."
-            )
-        if not all(
-            torch.equal(arguments[name], x) for name, x in zip(("query", "key", "value"), (q, k, v), strict=True)
-        ):
-            raise AssertionError("attend should pass q, k and v on as they are.")
-        if (seen := block_mask.kv_num_blocks.shape[-1] * block) != length:
-            raise AssertionError(f"the block mask is for {seen} queries, and length is {length}.")
-        if arguments.get("score_mod") is None:
-            raise AssertionError("attend calls attention without the score_mod.")
+        _expect_block_mask(arguments.get("block_mask"), block, length)
+        for name, x in (("query", q), ("key", k), ("value", v)):
+            assert torch.equal(arguments[name], x), "attend should pass q, k and v on as they are."
+        assert arguments.get("score_mod") is not None, "attend calls attention without the score_mod."
         expected = reference(q, k, v, allowed=mask, score_mod=bias)[0].float()
         expect_close(got, expected, rtol=1e-3, atol=1e-4, what=f"attend with 4 heads over {kv_heads}")
-        masks.append(block_mask)
+        masks.append(arguments["block_mask"])
     if masks[0] is not masks[1]:
         raise AssertionError(
             "every call of attend has another block mask. Build it once, in prepare_flex, and keep it."
@@ -153,8 +131,26 @@ def prepare_flex(prepare_flex, seed=None):
             "hands it on."
         )
     expect_program(masks[0].mask_mod, 2 * length, "the mask_mod of the block mask", length, length)
+    _expect_no_mask(prepare_flex, draw, length)
+
+
+def _expect_block_mask(block_mask, block: int, length: int) -> None:
+    """Assert a block mask over `length` queries for all sequences and heads, with square blocks."""
+    computed = "attend calls attention without a block_mask: every block would be computed."
+    assert isinstance(block_mask, BlockMask), computed
+    *tables, rows = block_mask.kv_num_blocks.shape
+    assert tables == [1, 1], (
+        f"the block mask has tables for {tuple(tables)} sequences and heads; the mask is the same for all: B=None, H=None."
+    )
+    blocks = tuple(block_mask.BLOCK_SIZE)
+    assert blocks == (block, block), f"block_size is {block}, and the block mask has blocks of {blocks}."
+    assert rows * block == length, f"the block mask is for {rows * block} queries, and length is {length}."
+
+
+def _expect_no_mask(prepare_flex, draw: Draw, length: int) -> None:
+    """Assert that without a mask_mod, attend computes full attention and passes no block mask."""
     unmasked = _Attention()
-    attend = prepare_flex(unmasked, None, None, length, cpu)
+    attend = prepare_flex(unmasked, None, None, length, torch.device("cpu"))
     q, k, v = (draw.normal(1, 2, length, 16) for _ in range(3))
     got = Answer(attend)(q, k, v)
     _expect_one_call(unmasked, 2, got)
@@ -166,19 +162,19 @@ def prepare_flex(prepare_flex, seed=None):
 
 @check("6.1", "Buckets")
 def buckets(bucketed_attention, seed=None):
-    """Check the padding to the smallest bucket, hidden by a mask that does not need a new compilation."""
+    """Check the padding to the smallest bucket, and the mask that hides the padding without a new compilation."""
     draw = Draw(seed)
     sizes = sorted((draw.size(12, 20), *draw.sizes(2, 24, 200)))
     shuffled = [sizes[1], sizes[2], sizes[0]]
     mods = []
     for tokens in (sizes[0] - 3, sizes[0] - 1, sizes[0], sizes[1], sizes[2] - 1):
-        attend, calls = recording()
+        attend, calls = record_calls()
         q, k, v = (draw.normal(2, 2, tokens, 4) for _ in range(3))
         k = k - 1.0  # the scores differ clearly from those of padding
-        k[:, :, 1] = 0.0  # a key that looks like padding, and is none
+        k[:, :, 1] = 0.0  # a key that looks like padding, but is a key
         mod = expect_bucket(bucketed_attention, attend, calls, (q, k, v), shuffled)
         bucket = calls[0][0][2]
         expect_program(mod, 2 * bucket, "the mask_mod of bucketed_attention", bucket, bucket)
         mods.append(mod)
     expect_one_kernel(mods[:3], sizes[0])
-    expect_no_bucket(bucketed_attention, recording()[0], sizes[2] + 1, shuffled)
+    expect_no_bucket(bucketed_attention, record_calls()[0], sizes[2] + 1, shuffled)

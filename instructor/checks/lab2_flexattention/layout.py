@@ -9,14 +9,14 @@ import torch
 from instructor.checks.common import Draw
 from utils.attention.masks.sparsity import sparsity
 from utils.checking import check
-from utils.checking.labs.lab2_flexattention.blocks import arrivals, laid_out
+from utils.checking.labs.lab2_flexattention.blocks import arrivals, layout_of
 from utils.checking.masks import expect_mask, expect_program
 
 SLACK = 1.15  # times the blocks of a layout by conversation and position, instructions first or last
 
 
 def _visible_pairs(conversation, position, window) -> dict[str, torch.Tensor]:
-    """Return the masks between tokens in the order of arrival: the right one under "", and that of each mistake."""
+    """Return {mistake: mask between tokens in the order of arrival}; the right mask has the key ""."""
     q, k = (lambda x: x[:, None]), (lambda x: x[None, :])
     same, past = q(conversation) == k(conversation), k(position) <= q(position)
     near, of_instructions, to_them = (q(position) - k(position) < window, q(conversation) == 0, k(conversation) == 0)
@@ -52,7 +52,7 @@ def layout_mask(lay_out, seed=None):
         lengths = draw.sizes(4, 6, 20)
         conversation, position = arrivals(lengths, draw.generator)
         window, size = draw.size(3, 5), sum(lengths)
-        order, mod = laid_out(lay_out, conversation, position, window)
+        order, mod = layout_of(lay_out, conversation, position, window)
         masks = {hint: mask[order][:, order] for hint, mask in _visible_pairs(conversation, position, window).items()}
         right = masks.pop("")
         by_token = _visible_pairs(conversation, position, window)[""]
@@ -64,15 +64,15 @@ def layout_mask(lay_out, seed=None):
 
 @check("7.1", "The blocks of the layout")
 def layout_blocks(lay_out, seed=None):
-    """Compare the blocks of the answer's order, under the right mask, with those of a layout by conversation and position.
+    """Compare the number of blocks of the answer's order with the number for an order by conversation and position.
 
-    The answer's own mask is not used: a mistake in it has already lost the points of the mask.
+    Both are counted under the right mask: a mistake in the answer's mask has already lost the points of the mask.
     """
     draw = Draw(seed)
     for block, window in ((16, 1000), (16, 20)):
         lengths = draw.sizes(8, 24, 60)
         conversation, position = arrivals(lengths, draw.generator)
-        order, _ = laid_out(lay_out, conversation, position, window)
+        order, _ = layout_of(lay_out, conversation, position, window)
         size = sum(lengths)
         visible = _visible_pairs(conversation, position, window)[""]
         enough = []

@@ -31,21 +31,21 @@ def at_positions(at_positions, seed=None):
     mod = at_positions(_window(width), positions)
     q, k = indices(sq, sk)
 
-    def moved(start, extra=0):
+    def shift(start, extra=0):
         return (k <= q + start) & (q + start - k < width + extra)
 
     for b, start in enumerate(starts):
         for h in (0, 1):
             expect_mask(
                 mod,
-                moved(start, b + h),
+                shift(start, b + h),
                 f"at_positions of {starts},",
                 {
-                    "The queries are not moved, or the keys are moved as well.": moved(0, b + h),
-                    "Each sequence has a position of its own: positions[b].": moved(starts[0], b + h),
+                    "The queries are not moved, or the keys are moved as well.": shift(0, b + h),
+                    "Each sequence has a position of its own: positions[b].": shift(starts[0], b + h),
                     "The queries move, not the keys.": (k + start <= q) & (q - k - start < width + b + h),
                     "Query q stands at positions[b] + q.": (k <= start) & (start - k < width + b + h) & (q >= 0),
-                    "Pass b and h on to the mask as they are.": moved(start),
+                    "Pass b and h on to the mask as they are.": shift(start),
                 },
                 b,
                 h,

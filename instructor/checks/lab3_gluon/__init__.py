@@ -1,6 +1,6 @@
 """Hidden checks of lab 3: each takes the text of a student's file, or functions, and returns a Verdict.
 
-Kernels are simulated, so the verdict is the same with and without a GPU. `seed=None` draws fresh inputs at each call.
+The checks simulate kernels, so the verdict is the same with and without a GPU. `seed=None` draws fresh inputs at each call.
 """
 
 from instructor.checks.lab3_gluon.attention import overlap, softmax, specialized, two_softmax

@@ -38,7 +38,7 @@ def specialized(source: str, seed=None):
     """Check the output for one to three slots in any timing; K and V are loaded once for both consumers."""
     draw = Draw(seed)
     tries = []
-    for stages, tail in zip((2, 1, 3), draw.some(3, (1, 3, 65)), strict=True):
+    for stages, tail in zip((2, 1, 3), draw.choose(3, (1, 3, 65)), strict=True):
         keys = 192 + tail if tail < 64 else 128 + tail
         inputs = edge_inputs(draw.size(70, 128), keys, 64, draw.choice(HALVES), draw.normal)
         tries.append(attention_launch("lab3_specialized.py", 128, *inputs, STAGES=stages))
@@ -58,10 +58,10 @@ def overlap(source: str, seed=None):
         )
         for stages in (2, 3)
     ]
-    attention_rules.overlapped(source, tries, timings(draw))
+    attention_rules.overlap(source, tries, timings(draw))
     # Scores rise toward the first keys, which come last: the output so far must shrink in each block.
     sharp = overlap_launch(*attention_inputs(1, 128, 384, 128, 20.0, torch.bfloat16, draw.normal))
-    attention_rules.expect_share(*attention_rules.overlapped(source, [sharp], (None,)))
+    attention_rules.expect_share(*attention_rules.overlap(source, [sharp], (None,)))
 
 
 @check("Bonus 6.2", "Two softmaxes")

@@ -6,15 +6,15 @@ from instructor.checks.common import Draw, expect_counts
 from utils.checking import check
 from utils.checking.labs.lab3_gluon import rules
 
-TENSOR, SPECIAL, MEMORY = 4096, 16, 20  # a cycle of one SM: bf16 FLOPs, exponentials, bytes from memory
+TENSOR, SPECIAL, MEMORY = 4096, 16, 20  # rates of one SM in a cycle: bf16 FLOPs, exponentials, bytes from memory
 
 
 @check("1.1", "What a tile costs")
 def tile_cycles(tile_cycles, seed=None):
     """Check the cycles of one block of keys on the tensor cores, the special function units and the path from memory."""
     draw = Draw(seed)
-    # Every size is different each time: a mistake that one size hides shows at the next.
-    drawn = draw.some(3, (64, 128, 192, 256)), draw.some(3, range(32, 193, 32)), draw.some(3, (64, 96, 128, 256))
+    # Every case has new sizes: if one size hides a mistake, the next size shows it.
+    drawn = draw.choose(3, (64, 128, 192, 256)), draw.choose(3, range(32, 193, 32)), draw.choose(3, (64, 96, 128, 256))
     for rows, keys, d in zip(*drawn, strict=True):
         right = (4 * rows * keys * d / TENSOR, rows * keys / SPECIAL, 4 * keys * d / MEMORY)
         rules.expect_cycles(tile_cycles, (rows, keys, d), right)
@@ -25,7 +25,7 @@ def tile_budget(shared_bytes, registers_per_thread, seed=None):
     """Check the shared memory of a block, and the registers of a consumer thread for scores and output."""
     draw = Draw(seed)
     # No number of keys equals a head dimension, and no two mistakes lead to the same number of bytes.
-    drawn = draw.sizes(3, 1, 3), draw.some(3, (96, 160, 192)), draw.some(3, (64, 128, 256)), draw.sizes(3, 1, 4)
+    drawn = draw.sizes(3, 1, 3), draw.choose(3, (96, 160, 192)), draw.choose(3, (64, 128, 256)), draw.sizes(3, 1, 4)
     for consumers, keys, d, stages in zip(*drawn, strict=True):
         q, ring = 64 * consumers * d * 2, 2 * stages * keys * d * 2
         rules.expect_shared_bytes(shared_bytes, (consumers, keys, d, stages), q, ring)
@@ -75,7 +75,7 @@ SLIPS = {
 
 
 def _owner(row, column, shape, size, threads, warps, order, slip=""):
-    """Compute the answer by the rule, or with one of the SLIPS, for the hints."""
+    """Compute the answer by the rule; for a hint, compute it with one of the SLIPS."""
     order = order[::-1] if slip == "backwards" else order
 
     def flat(at, extent, order=order):

@@ -17,14 +17,14 @@ from utils.checking.gluon_launches import (
     transpose_launch,
     wgmma_launch,
 )
-from utils.checking.kernel_exercises import Seeds, simulated
+from utils.checking.kernel_exercises import Seeds, run_tries
 from utils.checking.labs.lab3_gluon import rules
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
 def timings(draw: Draw, count: int = 1) -> Seeds:
-    """Return the cost model's own timing, and others."""
+    """Return None, the cost model's own timing, and drawn numbers of further timings."""
     return None, *(draw.size(1, 9999) for _ in range(count))
 
 
@@ -72,11 +72,11 @@ def tma_ring(source: str, seed=None):
     )
     for dtype, scale in ((torch.float16, 512.0), (torch.bfloat16, 1.0)):
         tries = [tma_ring_launch(16, 192, 2, dtype, partial(_numbers_to_square, draw, scale))]
-        list(simulated(source, tries, hint=hint, close=rules.SUMS))
+        list(run_tries(source, tries, hint=hint, close=rules.SUMS))
 
 
 def _numbers_to_square(draw: Draw, scale: float, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Draw numbers with random signs and powers of two whose squares bf16 rounds down by 0.27%, times `scale`."""
+    """Draw numbers, times `scale`, with random signs and powers of two. bf16 rounds their squares down by 0.27%."""
     noise = draw.normal(*shape)
     return (noise.sign() * 1.0546875 * 2.0 ** noise.abs().round().clamp(max=2) * scale).to(dtype)
 
@@ -87,7 +87,7 @@ def repairs(source: str, repairs, seed=None):
     draw = Draw(seed)
     ring = partial(repair_launch, normal=draw.normal)
     tries = [ring(stages, draw.size(4, 7)) for stages in (1, 2, 3)]
-    rules.repairs(rules.repaired(source, repairs()), tries, ring, (1, 3, 5), timings(draw, 4))
+    rules.repairs(rules.repair_text(source, repairs()), tries, ring, (1, 3, 5), timings(draw, 4))
 
 
 def _products(source: str, seed: int | None, launch_of, rows: int) -> None:
@@ -109,5 +109,5 @@ def wgmma(source: str, seed=None):
 
 @check("Bonus 6.1", "The same product by tcgen05")
 def tcgen05(source: str, seed=None):
-    """Check the same of the kernel for Blackwell."""
+    """Check the kernel for Blackwell as `wgmma` checks the kernel for Hopper."""
     _products(source, seed, tcgen05_launch, 128)

@@ -1,7 +1,7 @@
 """Hidden checks of lab 4: each takes the student's functions and a seed, and returns a Verdict.
 
-`seed=None` draws fresh inputs at each call. All inputs live on the CPU, and where a dispatcher is asked it is that of
-CPU tensors, so the verdict is the same with and without a GPU.
+`seed=None` draws fresh inputs at each call. All inputs live on the CPU, and the dispatcher is torch's for CPU tensors,
+so the verdict is the same with and without a GPU.
 """
 
 from instructor.checks.lab4_sdpa.costs import attention_costs, errors, intensities, splits

@@ -1,4 +1,4 @@
-"""Shared by the hidden checks of lab 4: calls that torch refuses and why, and attention in float64."""
+"""Parts that the hidden checks of lab 4 share: calls that torch refuses, its reasons, and attention in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from utils.checking.labs.lab4_sdpa.common import BACKENDS
 
 
 def reasons_of(backend: str, q, k, v, **options) -> list[str]:
-    """Return why torch does not run a call with this backend alone; "" if it does."""
+    """Return torch's reasons to refuse a call with this backend alone; "" if torch runs the call."""
     with sdpa_kernel(BACKENDS[backend]), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -27,8 +27,8 @@ def reasons_of(backend: str, q, k, v, **options) -> list[str]:
     return reasons or [first_line]
 
 
-# Every torch from 2.11 to 2.15 refuses these. Three dimensions are not among them, nor one head of keys for all: flash on a
-# CPU runs both from 2.14 on. Keys of length zero are refused by 2.11 alone.
+# Every torch from 2.11 to 2.15 refuses these calls. Tensors of three dimensions and one key head for all heads are not
+# here, because flash on a CPU computes them from 2.14 on. Keys of length zero are not here: only 2.11 refuses them.
 KNOCKED_OUT = (
     "a head dimension that is not the last in memory",
     "dropout",
@@ -38,8 +38,8 @@ KNOCKED_OUT = (
 )
 
 
-def knocked_out(name: str, q, k, v) -> tuple[tuple, dict]:
-    """Return (q, k, v) and options that the flash backend of this torch refuses on a CPU and the math backend computes."""
+def knock_out(name: str, q, k, v) -> tuple[tuple, dict]:
+    """Return (q, k, v) and options of a CPU call that torch's flash backend refuses and its math backend computes."""
     if name == KNOCKED_OUT[0]:
         return (q.mT.contiguous().mT, k, v), {}
     if name == "dropout":
@@ -52,11 +52,11 @@ def knocked_out(name: str, q, k, v) -> tuple[tuple, dict]:
     return (wide, k[:1], v[:1]), {}
 
 
-def refused_otherwise(q, k, v) -> dict[str, tuple[str, tuple, dict]]:
-    """Return more calls that end in a RuntimeError of torch's, {name: (backend, (q, k, v), options)}.
+def other_refusals(q, k, v) -> dict[str, tuple[str, tuple, dict]]:
+    """Return further calls that raise torch's RuntimeError, {name: (backend, (q, k, v), options)}.
 
-    What torch says of them differs between versions. A version that runs one of them, or ends it by another error, has no such
-    call. The call of math is a wrong one: the dispatcher takes it, and the error comes out of an operator behind the first product.
+    The words of the error differ between versions of torch. A call is left out if this version computes it, or raises
+    another error. The dispatcher accepts the wrong call of math, and an operator behind the first product raises the error.
     """
     few = k[:, : k.shape[1] - 1], v[:, : v.shape[1] - 1]
     calls = {

@@ -100,7 +100,7 @@ def errors(errors, seed=None):
         }
         right = exact[""]
         noise = draw.normal(*right.shape, dtype=torch.float64) * right.abs().max() * draw.real(0.005, 0.02)
-        # An output that is the reference has an error that differs between two ways of adding up.
+        # If the output equals the reference, its error depends on the order of the sums.
         for out in (right.to(dtype), (right + noise).to(dtype))[dtype == torch.float64 :]:
             what = f"a {dtype_name(dtype)} output, {group} query heads a key head, causal={causal}"
             expect_errors(errors, out, (q, k, v), causal, exact, what)
@@ -138,10 +138,10 @@ def intensities(intensity, queries_to_ridge, seed=None):
     for turn, dtype in enumerate((torch.bfloat16, torch.float32, torch.float8_e4m3fn) * 2):
         size, sk, group, d = dtype.itemsize, draw.size(200, 900), draw.size(2, 9), 64
         ridge, exact = 0.0, 0.0
-        # Stay far from whole numbers, where the last bit would decide; the first one also lies below a half, so that
+        # At whole numbers the last bit would decide, so avoid them. The first case is also below a half, so that
         # rounding to the nearest number is wrong in every draw.
         while not 0.05 < exact % 1 < (0.45 if turn == 0 else 0.95):
-            # So close to the limit that the bytes of the queries matter; once so close that more queries than keys are needed.
+            # Near the limit the bytes of the queries matter. Once, more queries than keys are needed.
             ridge = draw.real(*((0.92, 0.96) if turn == 1 else (0.3, 0.8))) * 2 * sk / size
             exact = ridge * size * sk / (group * (2 * sk - ridge * size))
         what = f"queries_to_ridge({ridge:.4f}, {sk}, {group}, {d}, {dtype_name(dtype)})"
@@ -175,7 +175,7 @@ def _decode_us(programs, sk, splits, units, tile, tile_us, combine_us):
 
 @check("3.3", "How many splits?")
 def splits(decode_us, best_splits, seed=None):
-    """Check waves, tiles, the second kernel, and that the smallest of the best numbers of splits is taken."""
+    """Check waves, tiles, the second kernel, and that the answer is the smallest of equally good numbers of splits."""
     draw = Draw(seed)
     for case in range(10):
         programs, units = draw.size(1, 300), draw.size(20, 150)
@@ -209,8 +209,8 @@ def splits(decode_us, best_splits, seed=None):
     for case, programs in enumerate((264, 132, draw.size(41, 300), draw.size(2, 40), 1, 1)):
         sk, most = draw.size(3000, 90000), draw.choice((16, 64))
         if case == 5:
-            sk = 128 * most * draw.size(4, 11)  # `most` parts of whole tiles: no smaller number is as good
-        # Eighths add up without rounding, so that equal times are equal in whatever order they are computed.
+            sk = 128 * most * draw.size(4, 11)  # `most` parts of whole tiles: every smaller number is slower
+        # Sums of eighths need no rounding, so equal times compare as equal in any order of the sums.
         arguments = 132, 128, draw.size(2, 7) / 8, draw.size(16, 48) / 8
         times = {n: _decode_us(programs, sk, n, *arguments) for n in range(1, most + 1)}
         best = min(times.values())

@@ -8,7 +8,7 @@ import warnings
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from instructor.checks.common import Draw
-from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knocked_out, reasons_of, refused_otherwise
+from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knock_out, other_refusals, reasons_of
 from utils.checking.labs.lab4_sdpa.common import check, in_one_line
 from utils.checking.labs.lab4_sdpa.dispatch import expect_backends, expect_default, reasons_by
 
@@ -85,7 +85,7 @@ def backends_in(backends_in, seed=None):
 
 
 def _expect_all_reasons(got: list[str], expected: list[str], what: str) -> None:
-    """Assert that the reasons are torch's own for this call: all of them, each whole, and no others."""
+    """Assert that the answer gives all of torch's reasons for this call, in full, and no further reasons."""
     wanted, said = [in_one_line(reason) for reason in expected], [in_one_line(reason) for reason in got]
     if strange := [reason for reason in said if reason not in wanted]:
         raise AssertionError(
@@ -98,7 +98,7 @@ def _expect_all_reasons(got: list[str], expected: list[str], what: str) -> None:
 
 @check("1.2", "Ask it why")
 def why_not(why_not, seed=None):
-    """Check real refusals of this torch, also with warnings off and inside other contexts, and calls that run."""
+    """Check calls that run, and calls that torch refuses, also with warnings off and inside of other contexts."""
     draw = Draw(seed)
     b, h, s, d = draw.size(1, 2), draw.size(2, 4), draw.size(9, 20), 8 * draw.size(2, 5)
     q, k, v = (draw.normal(b, h, s, d) for _ in range(3))
@@ -113,7 +113,7 @@ def why_not(why_not, seed=None):
                     "here: the list should be empty."
                 )
     for name in draw.numbers.sample(KNOCKED_OUT, len(KNOCKED_OUT)):
-        tensors, options = knocked_out(name, q, k, v)
+        tensors, options = knock_out(name, q, k, v)
         expected = reasons_of("flash", *tensors, **options)
         for outside in ("default", "ignore"):
             with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
@@ -131,9 +131,9 @@ def why_not(why_not, seed=None):
             "says so in an exception alone: then its first line is the reason."
         )
     q, k, v = (draw.normal(2, 4, s, d) for _ in range(3))
-    for name, (backend, tensors, options) in refused_otherwise(q, k, v).items():
+    for name, (backend, tensors, options) in other_refusals(q, k, v).items():
         if backend == "math":
-            continue  # whoever asks the dispatcher gets no reason, since it takes the call
+            continue  # the dispatcher accepts the call, so it gives no reason
         what = f"why_not of {name}"
         _expect_all_reasons(
             reasons_by(why_not, backend, tensors, options, what), reasons_of(backend, *tensors, **options), what

@@ -1,4 +1,4 @@
-"""Part 6: questions about a table of results; the checks ask them about random tables of the same form."""
+"""Part 6: questions about a table of results. The checks ask these questions about random tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BACKENDS = ("math", "flash", "efficient", "cudnn")
 
 
 def random_grid(draw: Draw, shapes: int = 24) -> pd.DataFrame:
-    """Return a table like the recorded one: rows in any order, some refused, some defaults without a time."""
+    """Return a table like the recorded table: rows in any order, some refused, some defaults without a time."""
     rows = []
     for shape in range(shapes):
         kind = KINDS[shape % 3]
@@ -45,7 +45,7 @@ def random_grid(draw: Draw, shapes: int = 24) -> pd.DataFrame:
             status = "ok"
             if backend != "math" and draw.size(1, 6) == 1:
                 status = draw.choice(("refused", "failed", "out of memory"))
-                # a failed row may have a time; it must not count
+                # a failed row may have a time, which must not count
                 ms = draw.choice((math.nan, draw.real(1e-4, 2e-4)))
             rows.append(
                 {
@@ -96,7 +96,7 @@ def answers(grid: pd.DataFrame) -> dict:
 
 
 def _usable(grid: pd.DataFrame) -> bool:
-    """Return whether every answer exists, none depends on a tie, and each known mistake changes the answer."""
+    """Return whether every answer exists, no answer depends on a tie, and each known mistake changes an answer."""
     try:
         right = answers(grid)
         wrong = _answer_mistakes(grid, right)
@@ -111,20 +111,20 @@ def _usable(grid: pd.DataFrame) -> bool:
 
 
 def usable_grid(draw: Draw) -> pd.DataFrame:
-    """Return a random table about which every question can be asked."""
+    """Return a random table for which `_usable` holds."""
     while not _usable(grid := random_grid(draw)):
         pass
     return grid
 
 
-def many_times(grid: pd.DataFrame, draw: Draw, copies: int = 60) -> pd.DataFrame:
-    """Return a table many times over, its rows in any order: the answers are those of the table, and the product of losses overflows."""
+def repeat_table(grid: pd.DataFrame, draw: Draw, copies: int = 60) -> pd.DataFrame:
+    """Repeat a table many times, with its rows in any order. The answers stay, and the product of losses overflows."""
     tables = [grid.assign(shape=grid["shape"] + 1000 * i, ms=grid["ms"] * draw.real(0.5, 2)) for i in range(copies)]
     return pd.concat(tables, ignore_index=True).sample(frac=1, random_state=draw.size(0, 10**6))
 
 
 def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, float]]:
-    """Return {key: {hint: the number that the mistake leads to}} for Question 6.1."""
+    """Return {key of an answer: {hint: the number that the mistake leads to}} for Question 6.1."""
     timed, loss = _rows_with_time(grid), default_slowdown(grid)
     decode = timed[timed["kind"] == "decode"]
     cudnn = decode[decode["backend"] == "cudnn"]
@@ -152,7 +152,7 @@ def grid_answers(grid_answers, seed=None):
     """Check random tables, one of them with a product of losses that overflows."""
     draw = Draw(seed)
     tables = [usable_grid(draw) for _ in range(2)]
-    for grid in (*tables, many_times(tables[0], draw)):
+    for grid in (*tables, repeat_table(tables[0], draw)):
         right = answers(grid)
         got = expect_answers(grid_answers, grid)
         winner = right["decode_winner"].idxmax()

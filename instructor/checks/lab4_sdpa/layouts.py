@@ -6,7 +6,7 @@ import torch
 
 from instructor.checks.common import Draw
 from instructor.checks.lab4_sdpa.common import reasons_of
-from utils.checking.labs.lab4_sdpa.common import check, replaced_answers
+from utils.checking.labs.lab4_sdpa.common import check, replace_answers
 from utils.checking.labs.lab4_sdpa.layouts import (
     expect_knock_outs,
     expect_ready,
@@ -38,11 +38,11 @@ def unpack(unpack_qkv, ready_for_flash, seed=None):
     for length, dtype, apart in ((20, torch.float32, 1), (60, torch.bfloat16, 1), (60, torch.float16, 2)):
         b, kv, group = (draw.size(2, 3) for _ in range(3))
         s, d = draw.size(9, length), draw.choice((8, 16, 32))
-        # With `apart` 2, the tokens are every second one of a longer projection.
+        # With `apart` 2, every second token of a longer projection is taken.
         packed = draw.normal(b, s * apart, kv * (group + 2) * d, dtype=dtype)[:, apart - 1 :: apart]
         expect_unpacked(unpack_qkv, packed, kv * group, kv)
     for half, dtype in ((draw.size(5, 10), torch.float32), (20, torch.bfloat16)):
         x = draw.normal(draw.size(2, 3), draw.size(2, 4), 2 * half, draw.choice((16, 32)), dtype=dtype)
         for what, (tensor, copied) in layouts_of(x).items():
-            with replaced_answers(ready_for_flash, {"why_not": reasons_of}):
+            with replace_answers(ready_for_flash, {"why_not": reasons_of}):
                 expect_ready(ready_for_flash, tensor, copied, what)

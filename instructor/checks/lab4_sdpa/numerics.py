@@ -33,7 +33,7 @@ from utils.checking.labs.lab4_sdpa.numerics import (
 
 
 def _rounded_attention(q, k, v, scores, p, normalize_first, output, *, sum_of_rounded=False, late_maximum=True):
-    """Compute Question 5.1 in float64, or with two known mistakes."""
+    """Compute the answer to Question 5.1 in float64; two arguments stand for known mistakes."""
     s = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
     s = to_bf16(s) if scores else s
     e = torch.exp(s - s.amax(-1, keepdim=True)) if late_maximum else torch.exp(s)
@@ -50,7 +50,7 @@ def _rounded_attention(q, k, v, scores, p, normalize_first, output, *, sum_of_ro
 
 @check("5.1", "Where rounding happens")
 def rounded_attention(rounded_attention, seed=None):
-    """Check each switch alone and some together; the allowed difference is in units of the rounding itself."""
+    """Check each switch alone and some together. The allowed difference is a multiple of the rounding step."""
     draw = Draw(seed)
     names = ("scores", "p", "normalize_first", "output")
     for switches in (
@@ -112,7 +112,7 @@ def _rounding_mistakes(q, k, v, switches) -> dict[str, torch.Tensor]:
 
 
 def _line(x: torch.Tensor) -> torch.Tensor:
-    """Map bf16 numbers to whole numbers in the same order: neighbours differ by 1."""
+    """Map bf16 numbers to integers in the same order, so that neighbours differ by 1."""
     bits = x.contiguous().view(torch.int16).long()
     return torch.where(bits >= 0, bits, -32768 - bits)
 
@@ -148,7 +148,7 @@ def distinct_results(distinct_results, seed=None):
     """Check prepared sequences: NaN, signed zero, tiny differences, reused buffers, tuples."""
     draw = Draw(seed)
     expect_bits_compared(distinct_results, draw.normal(4, 5))
-    # Torch prints neither all of a large tensor nor all digits.
+    # Torch prints only a part of a large tensor, and few digits. So printed texts would be equal here.
     long = draw.normal(60, 1000)
     other = long.clone()
     place = draw.size(10_000, 50_000)
@@ -159,7 +159,7 @@ def distinct_results(distinct_results, seed=None):
 
 @check("Bonus 5.5", "FP8 with scales")
 def fp8(quantize_fp8, dequantize_fp8, seed=None):
-    """Check shapes, ranges, exact scales, zeros and incomplete blocks; errors must be those of the format."""
+    """Check shapes, ranges, exact scales, zeros, incomplete blocks, and errors: they may be those of the format."""
     draw = Draw(seed)
     for block, dtype, s in (
         (None, torch.float32, draw.choice((32, 35))),

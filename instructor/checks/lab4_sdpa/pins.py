@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
 from instructor.checks.common import Draw
-from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knocked_out, reasons_of, refused_otherwise
+from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knock_out, other_refusals, reasons_of
 from utils.checking import OperationWatch, expect_close
-from utils.checking.labs.lab4_sdpa.common import BACKENDS, attentions, check, replaced_answers
+from utils.checking.labs.lab4_sdpa.common import BACKENDS, attentions, check, replace_answers
 from utils.checking.labs.lab4_sdpa.dispatch import expect_pinned, expect_ran_once, expect_refused
 from utils.checking.watching import VIEWS
 
 
 @check("1.3", "A pin that pins")
 def pinned_sdpa(pinned_sdpa, seed=None):
-    """Check that only the requested backend runs, or an error has torch's reason, and that all settings are restored."""
+    """Check that only the requested backend runs, or an error has torch's reason, and that no setting changes."""
     draw = Draw(seed)
     (q, k, v), calls = _calls_to_pin(draw, draw.size(9, 20), 16)
-    with replaced_answers(pinned_sdpa, {"why_not": reasons_of}):
+    with replace_answers(pinned_sdpa, {"why_not": reasons_of}):
         for backend in ("math", "flash"):
             for tensors, options in calls:
                 got, what = expect_pinned(pinned_sdpa, backend, tensors, options)
@@ -30,10 +30,10 @@ def pinned_sdpa(pinned_sdpa, seed=None):
                 near = {"rtol": 1e-4, "atol": 1e-5} if tensors[0].itemsize > 2 else {"rtol": 3e-2, "atol": 3e-2}
                 expect_close(got, expected.to(tensors[0].dtype), **near, what=what, hint="Do all options reach SDPA?")
         for name in KNOCKED_OUT:
-            tensors, options = knocked_out(name, q, k, v)
+            tensors, options = knock_out(name, q, k, v)
             reasons = reasons_of("flash", *tensors, **options)
             expect_refused(pinned_sdpa, "flash", tensors, options, reasons, f"flash with {name}")
-        for name, (backend, tensors, options) in refused_otherwise(q, k, v).items():
+        for name, (backend, tensors, options) in other_refusals(q, k, v).items():
             reasons = reasons_of(backend, *tensors, **options)
             expect_refused(pinned_sdpa, backend, tensors, options, reasons, name)
         for backend, (tensors, options) in itertools.product(("flash", "math"), calls):
@@ -68,7 +68,7 @@ def _in_float64(options: dict) -> dict:
 
 
 def _expect_ran_once_with_dropout(pinned_sdpa, q, k, v) -> None:
-    """Assert that math computes a call with dropout once; what comes out is drawn."""
+    """Assert that math computes a call with dropout once. Its output is random, so only its shape is checked."""
     options = {"dropout_p": 0.25}
     what = "pinned_sdpa('math', q, k, v, dropout_p=0.25)"
     with OperationWatch() as watch:
@@ -82,7 +82,7 @@ def _expect_ran_once_with_dropout(pinned_sdpa, q, k, v) -> None:
 
 
 def _expect_nothing_beside(pinned_sdpa, backend: str, tensors, options: dict) -> None:
-    """Assert that the inputs are handed on as they are: no operator beside the backend's own computes or copies."""
+    """Assert that the answer passes on its inputs unchanged: no operator runs except the backend's own operators."""
     with OperationWatch() as own, sdpa_kernel(BACKENDS[backend]):
         F.scaled_dot_product_attention(*tensors, **options)
     with OperationWatch() as watch:

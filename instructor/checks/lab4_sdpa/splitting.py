@@ -31,7 +31,7 @@ def _lse(q, k) -> torch.Tensor:
 def attend_part(attend_part, seed=None):
     """Check output and log-sum-exp in float32, with grouped heads and large scores."""
     draw = Draw(seed)
-    # The last case: large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
+    # The scores of the last case are so large that exp overflows, and so small that fp32 distinguishes the largest.
     for dtype, rtol, scale in ((torch.float32, 1e-4, 1), (torch.bfloat16, 1e-4, 1), (torch.float32, 1e-3, 20)):
         b, kv, group, sq, sk, d = (
             draw.size(1, 3),
@@ -89,8 +89,8 @@ def attention_backward(attention_backward, seed=None):
         out, expected = reference_gradients(q, k, v, dout)
         tensors = q, k, v, out.to(dtype), _lse(q, k).to(dtype), dout
         got = attention_backward(*tensors)
-        macs = b * h * sq * sk * d  # of one product
-        if (done := attention_backward.watch.macs) > 8 * macs:  # five, and some that are computed again
+        macs = b * h * sq * sk * d  # multiply-accumulates of one product
+        if (done := attention_backward.watch.macs) > 8 * macs:  # five, and three for repeated products
             raise AssertionError(
                 f"attention_backward does the work of {done / macs:.0f} products, and five are enough: use the formulas, and no "
                 "differences of the forward pass."
@@ -109,7 +109,7 @@ def attention_backward(attention_backward, seed=None):
 
 
 def _expect_close_in_16_bits(attention_backward, draw: Draw) -> None:
-    """Assert that inputs in 16 bits have gradients in 16 bits, as close as such probabilities let them be."""
+    """Assert that inputs in 16 bits have gradients in 16 bits, with errors that probabilities in 16 bits explain."""
     shapes = (1, 2, draw.size(7, 20), 8), (1, 2, draw.size(21, 30), 8)
     for dtype in (torch.bfloat16, torch.float16):
         q, dout = (draw.normal(*shapes[0], dtype=dtype) for _ in range(2))

@@ -225,11 +225,11 @@ def test_an_operator_computes_unless_it_is_known_to_move_values():
     x = torch.rand(6, 4)
     with OperationWatch() as sizes:
         torch.cat([x, x]).T.contiguous()[2:].repeat(2, 1)
-    assert sizes.over(1) is None and sizes.over(47, sizes.largest) == ("cat", 48)
+    assert sizes.largest_above(1) is None and sizes.largest_above(47, sizes.largest) == ("cat", 48)
     for compute in (torch.special.i0, lambda y: y.sort().values, lambda y: torch._foreach_exp([y, y])[0], torch.erf):
         with OperationWatch() as sizes:
             compute(x)
-        assert sizes.over(23) and not sizes.over(24)
+        assert sizes.largest_above(23) and not sizes.largest_above(24)
 
 
 def test_products_are_measured():
@@ -274,9 +274,9 @@ def test_every_call_in_a_check_keeps_to_its_rule(operands):
 def test_a_limit_in_words_gets_its_number_from_the_check():
     tiled = Answer(lambda x: x.sin(), Rule((), "one tile"))
     tiled(torch.ones(9))
-    tiled.limited(9)(torch.ones(9))
+    tiled.with_limit(9)(torch.ones(9))
     with pytest.raises(AssertionError, match="one tile has 8"):
-        tiled.limited(8)(torch.ones(9))
+        tiled.with_limit(8)(torch.ones(9))
     assert tiled.watch.operations["sin"] == 1 and tiled.watch.largest["sin"] == 9
 
 

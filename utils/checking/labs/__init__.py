@@ -1,4 +1,4 @@
-"""The visible checks of the labs, a module or a package for each lab: what a test cell runs in one line, open to students.
+"""The visible checks of the labs, a module or a package for each lab. Test cells call them; students may read them.
 
-A visible check raises by itself; `check_causal.judge` is the same check as one that returns a `Verdict`.
+A visible check raises an exception if the answer is wrong; `check_causal.judge` is the same check, but returns a `Verdict`.
 """

@@ -1,4 +1,4 @@
-"""The visible checks of lab 1: what the test cells call. Grading asks the same of other inputs."""
+"""The visible checks of lab 1, which the test cells call. The hidden checks test the same on other inputs."""
 
 from utils.checking.labs.lab1.attention import *  # noqa: F403
 from utils.checking.labs.lab1.gemm import *  # noqa: F403

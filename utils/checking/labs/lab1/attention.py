@@ -102,7 +102,7 @@ def check_attention_memory(score_bytes, longest_length):
 
 
 def expect_bshd(attention_bshd, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Assert causal attention of (B, S, H, D), beside one that is computed token by token."""
+    """Assert causal attention of (B, S, H, D): compare it with attention that is computed token by token."""
     (_, length, heads, d), kv_heads = q.shape, k.shape[2]
     what, group = f"attention_bshd of q {tuple(q.shape)} with {kv_heads} key-value heads", heads // kv_heads
     try:
@@ -133,15 +133,15 @@ def expect_bshd(attention_bshd, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 @visible("5.2", "Attention with (B, S, H, D) inputs")
 def check_attention_bshd(attention_bshd):
-    """Check as many key-value heads as heads, groups, and one key-value head."""
+    """Check a key-value head for each head, a key-value head for three heads, and one for all heads."""
     for heads, kv_heads in ((6, 6), (6, 2), (4, 1)):
         expect_bshd(attention_bshd, torch.randn(2, 7, heads, 8), *(torch.randn(2, 7, kv_heads, 8) for _ in range(2)))
 
 
 def expect_stats(online_softmax_stats, x: torch.Tensor, widths: list[int], name: str, used_up: bool = False) -> None:
-    """Assert the maximum and the sum of rows that arrive in blocks, each of which can be read once.
+    """Assert the maximum and the sum of rows that arrive in blocks. Each block can be read only once.
 
-    With `used_up`, blocks of widths that no other tensor has, no operator works on a block after one worked on the next.
+    With `used_up`, no operator may work on a block after an operator on the next. No other tensor has a block's width.
     """
     taken = []
 
@@ -151,7 +151,7 @@ def expect_stats(online_softmax_stats, x: torch.Tensor, widths: list[int], name:
             yield taken[-1]
             taken[-1].fill_(math.nan)
 
-    limited = online_softmax_stats.limited(len(x) * (max(widths) + 2))
+    limited = online_softmax_stats.with_limit(len(x) * (max(widths) + 2))
     result = expect_items(limited(arriving()), "m, l", "online_softmax_stats(blocks)")
     if len(taken) != len(widths):
         raise AssertionError(f"{len(widths)} blocks arrived, and {len(taken)} were looked at.")
@@ -184,12 +184,12 @@ def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance:
     b, h, _, d = q.shape
     what = f"{name} of {q.shape[2]} queries and {k.shape[2]} keys with tiles {tuple(tiles)} in {q.dtype}"
     tile = b * h * tiles[0] * tiles[1]
-    # A whole q or output is no score, and a product of two tiles by broadcasting has d numbers for each score.
-    limited = function.limited(max(tile * d, q.numel(), k.numel()))
+    # Operators on a whole q or output are allowed. A product of two tiles by broadcasting has d numbers for each score.
+    limited = function.with_limit(max(tile * d, q.numel(), k.numel()))
     with poisoned_memory():
         got = limited(q, k, v, *tiles)
     scores = max((batch * m * n for batch, m, inner, n in limited.watch.products if inner == d), default=0)
-    of_scores = limited.watch.over(tile, ("exp", "exp2", "amax", "max"))
+    of_scores = limited.watch.largest_above(tile, ("exp", "exp2", "amax", "max"))
     if found := (("the product of queries and keys", scores) if scores > tile else of_scores):
         raise AssertionError(
             f"{what}: {found[0]} worked on {found[1]} scores at once; one tile of queries and one of keys have {b} x {h} x {tiles[0]} x "
@@ -203,7 +203,7 @@ def expect_tiled(function, inputs, tiles: tuple[int, int], name: str, tolerance:
 
 
 def expect_wide_inside(function, inputs, tiles: tuple[int, int], name: str) -> None:
-    """Assert that inputs in 16 bits are computed on in float32, and rounded once."""
+    """Assert that the answer computes in float32 for inputs in 16 bits, and rounds once."""
     q, k, v = inputs
     got, what = function(q, k, v, *tiles), f"{name} of {k.shape[2]} keys in bfloat16"
     exact = attend_in_float64(q.double(), k.double(), v.double())
@@ -224,7 +224,7 @@ def check_flash_attention_tiled(flash_attention_tiled):
     for tiles in ((5, 7), (4, 4), (64, 64), (17, 37)):
         expect_tiled(function, inputs, tiles, name)
     expect_tiled(function, _draw(1, 1, 33, 16, length=20, factor=400.0), (6, 8), name, 1e-2)
-    for size in (1, 8):  # with scores that are large, what rounding them costs stands out
+    for size in (1, 8):  # with large scores the error of rounded scores is clear
         expect_wide_inside(function, _draw(1, 2, 24, 16, length=400, factor=size, dtype=BF16), (24, 16), name)
 
 

@@ -43,7 +43,7 @@ TILED: dict[str, Any] = {
 
 
 def expect_product(gemm, a: torch.Tensor, b: torch.Tensor, what: str, hint: str) -> None:
-    """Assert gemm(a, b) = a @ b; unwritten memory must not be read."""
+    """Assert gemm(a, b) = a @ b, and that gemm reads no memory before it is written."""
     with poisoned_memory():
         got = gemm(a, b)
     expect_close(got, a @ b, rtol=1e-4, atol=1e-4, what=what, hint=hint)
@@ -51,7 +51,7 @@ def expect_product(gemm, a: torch.Tensor, b: torch.Tensor, what: str, hint: str)
 
 @visible(**NAIVE)
 def check_gemm_naive(gemm_naive):
-    """Check one product of which no two sizes are equal, in two dtypes, and of transposed views."""
+    """Check a product with three different sizes in two dtypes, and a product of transposed views."""
     a = torch.tensor([[1.0, 2.0, 3.14159, -1.0], [4.0, 5.0, 6.0, 2.71828]])
     b = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 1.0], [1.0, 1.0, -3.0], [2.0, -1.0, 0.5]])
     hint = "Which index does each loop run over, and where is the sum set back to zero?"
@@ -64,13 +64,13 @@ def check_gemm_naive(gemm_naive):
     expect_follows_device(gemm_naive, (2, 4), (4, 3), what="gemm_naive(a, b)")
 
 
-def in_tiles(gemm_tiled, *tiles: int):
-    """Return gemm_tiled with these tiles, of which each operator works on one step at most."""
-    return lambda a, b: gemm_tiled.limited(math.prod(tiles))(a, b, *tiles)
+def fix_tiles(gemm_tiled, *tiles: int):
+    """Return gemm_tiled for these tiles; an operator may work on one step of the tiles at most."""
+    return lambda a, b: gemm_tiled.with_limit(math.prod(tiles))(a, b, *tiles)
 
 
 def expect_wide_accumulator(gemm_tiled, a: torch.Tensor, b: torch.Tensor, tiles: tuple[int, int, int]) -> None:
-    """Assert that bf16 numbers are multiplied and added in at least float32, and rounded once."""
+    """Assert that the answer multiplies and adds bf16 numbers in at least float32, and rounds once."""
     got, exact = gemm_tiled(a, b, *tiles), a.double() @ b.double()
     what = f"gemm_tiled of {tuple(a.shape)} @ {tuple(b.shape)} in bfloat16"
     expect_close(got, exact.to(a.dtype), rtol=0.2, atol=10.0, what=what)
@@ -78,7 +78,7 @@ def expect_wide_accumulator(gemm_tiled, a: torch.Tensor, b: torch.Tensor, tiles:
 
 
 def expect_tiles_used(gemm_tiled) -> None:
-    """Assert that larger tiles take fewer steps: three loops over single elements stay inside of any tile."""
+    """Assert that larger tiles take fewer steps. Loops over single elements would not, but also fit into a tile."""
     steps = []
     for tiles in ((1, 2, 2), (3, 4, 4)):
         gemm_tiled(torch.ones(4, 6), torch.ones(6, 6), *tiles)
@@ -100,10 +100,10 @@ def check_gemm_tiled(gemm_tiled):
         ((1, 6, 1), "Are rows cut by tile_m, and columns by tile_n?"),
         ((64, 32, 128), "Here the tiles are larger than the matrices."),
     ):
-        expect_product(in_tiles(gemm_tiled, *tiles), a, b, f"gemm_tiled of (8, 5) @ (5, 6) with tiles {tiles}", hint)
+        expect_product(fix_tiles(gemm_tiled, *tiles), a, b, f"gemm_tiled of (8, 5) @ (5, 6) with tiles {tiles}", hint)
     expect_tiles_used(gemm_tiled)
     expect_wide_accumulator(gemm_tiled, torch.randn(16, 128).to(BF16), torch.randn(128, 16).to(BF16), (16, 16, 2))
-    expect_product(in_tiles(gemm_tiled, 3, 2, 2), b.T.double(), a.T.double(), "gemm_tiled of (6, 5) @ (5, 8)", "")
+    expect_product(fix_tiles(gemm_tiled, 3, 2, 2), b.T.double(), a.T.double(), "gemm_tiled of (6, 5) @ (5, 8)", "")
     expect_follows_device(gemm_tiled, (2, 4), (4, 3), 2, 2, 2, what="gemm_tiled(a, b)")
 
 
@@ -113,9 +113,9 @@ class Queue:
     def __init__(self, work_ms: Sequence[float] = (), older_ms: float = 0.0):
         self.work_ms, self.busy_until = list(work_ms), time.perf_counter() + older_ms / 1e3
         self.log: list[str] = []
-        self.launched: list[float] = []  # seconds: when each call came
-        self.waited: list[float] = []  # seconds: when the first wait after each call was over
-        self.ready: float | None = None  # seconds: when the first wait of all was over
+        self.launched: list[float] = []  # time of each call, in seconds
+        self.waited: list[float] = []  # end of the first wait after each call, in seconds
+        self.ready: float | None = None  # end of the first wait, in seconds
 
     def launch(self, work_ms: float = 0.0) -> None:
         """Take the next work, or this one if there is no next, and return."""
@@ -153,8 +153,8 @@ def expect_times(time_calls, work_ms: list[float], older_ms: float) -> None:
         raise AssertionError("wait for the device before the clock starts: older work is billed to the first call.")
     if any(b != "wait" for a, b in zip(device.log, [*device.log[1:], ""], strict=True) if a == "call"):
         raise AssertionError("wait for the device after each call, before the clock stops: the work is still running.")
-    # At most, a call is timed from the end of the wait before it to the next call. The limits are measured, so a busy machine
-    # does not change the verdict.
+    # The largest right time of a call is from the end of the wait before it to the next call. Both are measured, so a
+    # busy machine does not change the verdict.
     begins, ends = [device.ready or begin, *device.waited], [*device.launched[1:], end]
     most_ms = [(stop - start) * 1e3 * 1.01 + 1 for start, stop in zip(begins, ends, strict=False)]
     calls = list(zip([float(t) for t in times], work_ms, most_ms, strict=True))
@@ -274,7 +274,7 @@ def check_ridge_and_roof(ridge_point, attainable_tflops):
 
 @visible("2.3", "Achieved speed and the smallest compute-bound GEMM")
 def check_achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm):
-    """Check one speed, and the smallest n at three ridges, one of which an integer reaches exactly."""
+    """Check one speed, and the smallest n at three ridges; an integer n reaches one of the ridges exactly."""
     mistakes = {"The latency is in ms, not in seconds.": 2.857143e-4, "TFLOP/s, not GFLOP/s.": 285.7143}
     got = achieved_tflops(2 * 1000**3, 7.0)
     expect_number(got, 0.2857143, rel=1e-6, unit="TFLOP/s", what="2 GFLOPs in 7 ms", mistakes=mistakes)

@@ -13,11 +13,11 @@ from utils.config import GEMMA_CONFIG
 from utils.model import build_decoder_layer, get_position_embeddings, prefill_forward
 
 Numbers = dict[str, float | list[float]]
-GROUPED = SimpleNamespace(**vars(GEMMA_CONFIG) | {"num_key_value_heads": 3})  # a single head could be forgotten
+GROUPED = SimpleNamespace(**vars(GEMMA_CONFIG) | {"num_key_value_heads": 3})  # an answer may not ignore heads
 
 
-def hinted(hints: dict[str, str], wrong: dict[str, float]) -> Numbers:
-    """Return {hint: the number that this mistake leads to}, of mistakes by their short names."""
+def name_hints(hints: dict[str, str], wrong: dict[str, float]) -> Numbers:
+    """Return {hint: number} for {short name of a mistake: the number that it leads to}."""
     return {hints[name]: number for name, number in wrong.items()}
 
 
@@ -67,7 +67,7 @@ _ATTENTION = {
     "o_proj": "o_proj is an operator, too: it reads the vectors and writes the hidden states.",
     "key": "One key fewer: with a window of w, query_len queries see query_len + w - 1 keys together.",
 }
-# (batch, query_len, kv_len), window, dtype, pairs, MACs, bytes; then the MACs and the bytes of the known mistakes.
+# (batch, query_len, kv_len), window, dtype, pairs, MACs, bytes; then MACs and bytes for each known mistake.
 _PLACES: tuple = (
     (
         ((3, 5, 7), None, BF16, 25, 9900, 5184),
@@ -97,14 +97,14 @@ _PLACES: tuple = (
 
 @visible("3.1", "Cost of attention")
 def check_attention_cost(attention_macs_flops_bytes, attended_pairs):
-    """Check three places of a small model; a count that is right but for the student's own number of pairs is right."""
+    """Check three layers of a small model; a count that follows from the student's own number of pairs passes."""
     config = SimpleNamespace(hidden_size=10, num_attention_heads=6, num_key_value_heads=2, head_dim=3)
     for (place, window, kind, pairs, macs, n_bytes), wrong_macs, wrong_bytes in _PLACES:
         what = f"attention_macs_flops_bytes(*{place}, config, {kind}, {window})"
         got = expect_items(attention_macs_flops_bytes(*place, config, kind, window), "macs, flops, bytes", what)
         if got[0] != macs:
             macs += (attended_pairs(*place[1:], window) - pairs) * place[0] * 36
-        known = hinted(_ATTENTION, wrong_macs), hinted(_ATTENTION, wrong_bytes)
+        known = name_hints(_ATTENTION, wrong_macs), name_hints(_ATTENTION, wrong_bytes)
         expect_number(got[0], macs, rel=0, unit="MACs", what=f"{what}, MACs,", mistakes=known[0])
         expect_number(got[1], 2 * got[0], rel=0, unit="FLOPs", what=f"{what}, FLOPs,")
         expect_number(got[2], n_bytes, rel=0, unit="bytes", what=f"{what}, bytes,", mistakes=known[1])
@@ -134,7 +134,7 @@ def check_mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes):
         wrong = {name: n * size for name, n in elements.items()} | {"dtype": 2790 * (6 - size), "elements": 2790}
         expect_number(got[0], 6300, rel=0, unit="MACs", what=f"MACs {what}", mistakes=macs)
         expect_number(got[1], 12600, rel=0, unit="FLOPs", what=f"FLOPs {what}")
-        expect_number(got[2], 2790 * size, rel=0, unit="bytes", what=f"bytes {what}", mistakes=hinted(_MLP, wrong))
+        expect_number(got[2], 2790 * size, rel=0, unit="bytes", what=f"bytes {what}", mistakes=name_hints(_MLP, wrong))
         what = f"of RMSNorm of (137, 41) in {kind}"
         got = expect_items(rms_norm_flops_bytes(137, 41, kind), "flops, bytes", f"the cost {what}")
         four: dict[str, list[float]] = {"Count 4 FLOPs an element.": [5617, 11234, 16851]}
@@ -154,7 +154,7 @@ _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "sel
 
 
 def expect_decoded(decode_with_cache, layer, rotary_emb, tokens: torch.Tensor, prompt_len: int) -> None:
-    """Assert that the outputs equal a full prefill's, and that the prompt runs once and each new token alone."""
+    """Assert that the outputs equal a full prefill, and that the prompt runs once and each new token alone."""
     batch, length, _ = tokens.shape
     positions, kind = torch.arange(length).expand(batch, -1), layer.self_attn.layer_type
     embeddings = get_position_embeddings(tokens, positions, rotary_emb, kind)
@@ -222,7 +222,7 @@ def check_kv_cache_bytes(kv_cache_bytes):
     ):
         got = kv_cache_bytes(batch, length, GROUPED, kind)
         what = f"kv_cache_bytes({batch}, {length}, config, {kind}) with 3 key-value heads"
-        expect_number(got, right, rel=0, unit="bytes", what=what, mistakes=hinted(_CACHE, wrong))
+        expect_number(got, right, rel=0, unit="bytes", what=what, mistakes=name_hints(_CACHE, wrong))
 
 
 @visible("Bonus 3.5", "The floor under decode")

@@ -18,7 +18,7 @@ Rates = dict[str, float]
 
 
 def expect_profile(profile_steps, operator: str, repeats: int) -> None:
-    """Call profile_steps on a function that runs an operator of torch; assert what its trace holds.
+    """Call profile_steps on a function that runs an operator of torch, and check the trace.
 
     Args:
         profile_steps: the answer.
@@ -102,7 +102,7 @@ def check_gelu_by_hand(gelu_by_hand):
 
 @visible("4.2", "Bytes of fusion")
 def check_fusion_bytes(elementwise_bytes, fusion_speedup):
-    """Check two chains, and what fusing them saves."""
+    """Check the bytes of two chains of operators, and the speed-up by fusion."""
     # exp(x) + y on 100 numbers in fp32: exp reads 1 and writes 1, + reads 2 and writes 1
     writes, both = "Each operator writes one tensor, too.", "An operator with two inputs reads both."
     fused = "The fused kernel reads one tensor and writes one."
@@ -125,7 +125,7 @@ def check_fusion_bytes(elementwise_bytes, fusion_speedup):
 
 @visible("4.3", "The launch queue")
 def check_launch_model(eager_time_us, graph_time_us):
-    """Check short and long kernels, and a single one. Of the first row, launches end at 6, 12 and 18 µs."""
+    """Check short kernels, long kernels, and a single kernel. In the first row, launches end at 6, 12 and 18 µs."""
     overlap = "Launching and running overlap: the CPU launches the next kernel while the GPU runs this one."
     ends = "Before the first kernel there is a launch, and after the last launch there is a kernel."
     slower = "The slower of the two sets the pace."

@@ -40,7 +40,7 @@ def run_cases(
                 raise ValueError(f"a block of {run.longest}, and the largest here has {most}: work block by block")
             results[name] = output, [sum(event.kind == "dot" for event in events) for events in run.programs()]
     except (Exception, SystemExit) as error:
-        report = getattr(error, "report", None)  # the simulator's
+        report = getattr(error, "report", None)  # these belong to the simulator
         words = str(report).replace("gl.", "tl.") if report else f"{type(error).__name__}: {error}"
         raise AssertionError(f"the kernel failed{place}: {words}") from None
     return results
@@ -54,8 +54,8 @@ def expect_dots(made: list[int], steps: int, name: str) -> None:
     )
 
 
-def _launched(source: str, launcher: str, cases: dict[str, tuple], steps: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Return what the student's file computes by its own launcher, with so many products in each program."""
+def _launch(source: str, launcher: str, cases: dict[str, tuple], steps: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Return the output of the student's own launcher; each program has to make `steps[case]` products."""
     if raises_not_implemented(source):
         gaps = f"{source.count('raise NotImplementedError')} of 2 gaps in {launcher}_triton.py"
         raise AssertionError(f"not answered yet: {gaps} still say raise NotImplementedError().")
@@ -78,11 +78,11 @@ def check_gemm_triton(source: str):
         tensors = torch.randn(m, k), torch.randn(k, n)
         case = tuple(x.T.contiguous().T for x in tensors) if "transposed" in name else tensors
         cases[f"({m}, {k}) @ ({k}, {n}), {name}"] = case
-    # The launcher's C is every other column of a wider matrix here: whoever forgets a stride of it writes elsewhere.
+    # Here the launcher's C is every second column of a wider matrix: without its strides a kernel writes wrong columns.
     given = "torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)"
     source = source.replace(given, given.replace("b.", "2 * b.") + "[:, ::2]")
     steps = {name: -(-a.shape[1] // 32) for name, (a, _) in cases.items()}
-    for name, got in _launched(source, "gemm", cases, steps).items():
+    for name, got in _launch(source, "gemm", cases, steps).items():
         a, b = cases[name]
         last = (a.shape[1] - 1) // 32 * 32
         known = {
@@ -95,9 +95,9 @@ def check_gemm_triton(source: str):
 
 
 def flash_inputs(draw, queries: int, keys: int, d: int, size: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Draw q, k and v of three heads by `draw`, scores times `size`; scores rise with the keys in some rows, and fall in others.
+    """Draw q, k and v of three heads by `draw`, with scores times `size`. Scores rise or fall with the keys.
 
-    With a negative size all scores are far below 0, beside which the 0 of a missing key stands out.
+    With a negative size all scores are far below 0, so a missing key, with score 0, changes the result.
     """
     q, k, v = (draw(3, tokens, d) for tokens in (queries, keys, keys))
     if size < 0:
@@ -123,7 +123,7 @@ def check_flash_triton(source: str):
         name = f"flash of 3 heads, {queries} queries and {keys} keys, in blocks of 32 and 16, {words}"
         cases[name] = (*tensors, 32, 16)
     steps = {name: 2 * -(-case[1].shape[1] // 16) for name, case in cases.items()}
-    for name, got in _launched(source, "flash", cases, steps).items():
+    for name, got in _launch(source, "flash", cases, steps).items():
         q, k, v = cases[name][:3]
         right = F.scaled_dot_product_attention(q.double(), k.double(), v.double()).to(q.dtype)
         hint = flash_mistake(got, q, k, v, 16) if isinstance(got, torch.Tensor) and got.shape == q.shape else ""

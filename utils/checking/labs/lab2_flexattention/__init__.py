@@ -1,4 +1,4 @@
-"""The visible checks of lab 2; each raises if the answer is wrong, and says what to look at."""
+"""The visible checks of lab 2; each raises an exception if the answer is wrong, with advice."""
 
 from utils.checking.labs.lab2_flexattention.blocks import *  # noqa: F403
 from utils.checking.labs.lab2_flexattention.kernels import *  # noqa: F403

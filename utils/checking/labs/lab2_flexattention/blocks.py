@@ -1,4 +1,4 @@
-"""Parts 3 and 7: blocks counted and priced, attention that skips them, and a layout that empties them."""
+"""Parts 3 and 7: numbers and costs of blocks, attention that skips blocks, and a layout with more empty blocks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check_promises(block_flops, promised_speedup, document_blocks):
 
 @visible(**SKIPPING)
 def check_block_sparse_attention(block_sparse_attention):
-    """Twelve queries over nine keys, two documents, blocks of 2 x 3; queries 0, 4 and 5 see nothing, the last two in any block."""
+    """Check 12 queries, 9 keys, 2 documents, blocks of 2 x 3. Queries 0, 4 and 5 see no key; 4 and 5 have no block."""
     numbers = torch.tensor([0] * 6 + [1] * 6)
     asked = []
 
@@ -109,7 +109,7 @@ def check_block_sparse_attention(block_sparse_attention):
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
         q, k, v = (torch.randn(2, 3, n, 10).to(dtype) for n in (12, 9, 9))
         exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask).nan_to_num(0.0)
-        limited = block_sparse_attention.limited(q.numel())
+        limited = block_sparse_attention.with_limit(q.numel())
         asked.clear()
         got = limited(q, k, v, block_mask)
         what = f"block_sparse_attention in {str(dtype)[6:]}, blocks of (2, 3), queries 0, 4 and 5 see nothing,"
@@ -121,7 +121,7 @@ def check_block_sparse_attention(block_sparse_attention):
 
 
 def skipping_mistake(got, q, k, v, mask: torch.Tensor, block_mask: BlockMask) -> str:
-    """Name the usual mistake in attention along the tables of a block mask whose result is `got`; "" if none is known."""
+    """Name the usual mistake that gives `got` in attention along the tables of a block mask; "" if none is known."""
     if not isinstance(got, torch.Tensor) or got.shape != q.shape:
         return ""
     if got.isnan().any():
@@ -129,12 +129,12 @@ def skipping_mistake(got, q, k, v, mask: torch.Tensor, block_mask: BlockMask) ->
     q, k, v = q.double(), k.double(), v.double()
     size_q, size_k = block_mask.BLOCK_SIZE
     inside = mask.unfold(0, size_q, size_q).unfold(1, size_k, size_k).sum(dim=(2, 3))
-    inside = inside.repeat_interleave(size_q, 0).repeat_interleave(size_k, 1)  # visible pairs in the block of each pair
+    inside = inside.repeat_interleave(size_q, 0).repeat_interleave(size_k, 1)  # visible pairs in each pair's block
     full, computed = inside == size_q * size_k, inside > 0
     query, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
 
     def attend(times: torch.Tensor, factor: float = 1.0, width: int = k.shape[2]) -> torch.Tensor:
-        """Attention in which each pair counts so many times, with a softmax for each `width` keys."""
+        """Compute attention in which pairs have weights `times`, with a softmax for each `width` keys."""
         weights = (q @ k.mT * factor / math.sqrt(q.shape[-1])).exp() * times
         weights = weights.unflatten(-1, (-1, width))
         return (weights / weights.sum(-1, keepdim=True).clamp_min(1e-99)).flatten(-2) @ v
@@ -161,18 +161,18 @@ def skipping_mistake(got, q, k, v, mask: torch.Tensor, block_mask: BlockMask) ->
 
 
 def expect_skipped(what: str, watch, asked: int, block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Assert that products, questions to the mask and the memory of scores are those of the blocks that hold a visible pair.
+    """Assert that only blocks with a visible pair need products, evaluations of the mask, and memory for scores.
 
     Args:
         what: the call in the student's words.
         watch: the `OperationWatch` of the call.
-        asked: pairs that mask_mod was asked about.
+        asked: number of pairs for which mask_mod was evaluated.
         block_mask: the blocks, one table for all heads.
         q: (B, H, S, D).
         k: (B, H, L, D).
     """
     size_q, size_k = block_mask.BLOCK_SIZE
-    one = 2 * math.prod(q.shape[:2]) * size_q * size_k * q.shape[3]  # multiply-adds of a block, both products
+    one = 2 * math.prod(q.shape[:2]) * size_q * size_k * q.shape[3]  # multiply-adds of both products in a block
     partial = int(block_mask.kv_num_blocks.sum())
     visited = partial + int(block_mask.full_kv_num_blocks.sum())
     assert watch.macs <= one * visited, (
@@ -185,15 +185,15 @@ def expect_skipped(what: str, watch, asked: int, block_mask: BlockMask, q: torch
         "In full blocks every pair is visible: do not ask."
     )
     row = math.prod(q.shape[:2]) * size_q * k.shape[2]
-    scores = watch.over(row, frozenset({"exp", "exp2", "expm1", "amax", "max", "_softmax"}))
+    scores = watch.largest_above(row, frozenset({"exp", "exp2", "expm1", "amax", "max", "_softmax"}))
     assert scores is None, (
         f"{what} works on a tensor of {scores[1]} elements (in {scores[0]}); one row of blocks has {row} scores. "
         "Work on the scores of one row of blocks at a time."
     )
 
 
-def laid_out(lay_out, conversation: torch.Tensor, position: torch.Tensor, window: int) -> tuple:
-    """Return the order and the mask of a layout, after asserting that the order is a permutation."""
+def layout_of(lay_out, conversation: torch.Tensor, position: torch.Tensor, window: int) -> tuple:
+    """Return the order and the mask of a layout; assert that the order is a permutation."""
     result = lay_out(conversation.clone(), position.clone(), window)
     (order, mask_mod), size = expect_items(result, "order, mask_mod", "lay_out(...)"), len(conversation)
     assert callable(mask_mod), f"lay_out's second result should be a mask_mod, and is of type {type(mask_mod).__name__}"
@@ -205,7 +205,7 @@ def laid_out(lay_out, conversation: torch.Tensor, position: torch.Tensor, window
 
 
 def arrivals(lengths: list[int], generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (conversation, position) of tokens of conversations of these lengths, in a random order of arrival."""
+    """Return (conversation, position) of each token, in a random order; `lengths` are the conversations' tokens."""
     conversation = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     conversation = conversation[torch.randperm(len(conversation), generator=generator)]
     position = torch.zeros_like(conversation)
@@ -220,7 +220,7 @@ def check_layout_mask(lay_out):
     # tokens 2, 5, 7 are the instructions, 0, 3, 6, 9 are conversation 1, and 1, 4, 8 conversation 2; the window is 2
     conversation = torch.tensor([1, 2, 0, 1, 2, 0, 1, 0, 2, 1])
     position = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3])
-    order, mod = laid_out(lay_out, conversation, position, 2)
+    order, mod = layout_of(lay_out, conversation, position, 2)
     got = pairs(mod, 10, 10, "the mask_mod of lay_out")
     by_token = torch.zeros_like(got)
     by_token[order[:, None], order[None, :]] = got
@@ -254,10 +254,10 @@ def check_layout_mask(lay_out):
 
 @visible("7.1", "The blocks of the layout")
 def check_layout_blocks(lay_out):
-    # Blocks are counted for your order under the mask that is wanted: a mistake in your mask costs nothing here.
+    # The blocks of your order are counted under the right mask, so a mistake in your mask costs nothing here.
     for lengths, block, enough in (([32] * 8, 32, 15), ([64] * 4, 16, 79)):
         conversation, position = arrivals(lengths)
-        order = laid_out(lay_out, conversation, position, 16)[0].tolist()
+        order = layout_of(lay_out, conversation, position, 16)[0].tolist()
         tokens = list(zip(conversation[order].tolist(), position[order].tolist(), strict=True))
         computed = {
             (i // block, j // block)

@@ -12,15 +12,15 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from utils.attention.masks import dense_mask
 from utils.checking import OperationWatch, expect_close, expect_number, visible
-from utils.checking.masks import expect_mask, expect_program, kernels_for, modified
+from utils.checking.masks import apply_score_mod, expect_mask, expect_program, kernels_for
 from utils.checking.mistakes import name_mistakes
 
 
 @visible("4.1", "Score modifiers")
 def check_score_mods(soft_cap, alibi, in_turn):
     def at(mod, what, score=3.0, b=2, h=1, q=5, k=2):
-        """What the modifier makes of one score, in one pair, asked as FlexAttention asks."""
-        return modified(mod, torch.full((6, 6), score), what, b, h)[q, k]
+        """Return the modifier's result for the score of one pair, under vmap as in FlexAttention."""
+        return apply_score_mod(mod, torch.full((6, 6), score), what, b, h)[q, k]
 
     def double(score, b, h, q, k):
         return 2 * score
@@ -61,7 +61,7 @@ def check_score_mods(soft_cap, alibi, in_turn):
 def check_relative_bias(relative_bias):
     bias = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0], [10.0, 20.0, 30.0, 40.0, 50.0]])  # two heads, R = 2
     mod, scores = relative_bias(bias), torch.full((7, 7), 0.5)
-    got = modified(mod, scores, "relative_bias", h=1)
+    got = apply_score_mod(mod, scores, "relative_bias", h=1)
     assert isinstance(got, torch.Tensor) and got.shape == scores.shape, "relative_bias should return one score a pair"
     for place in ("442", "433", "451", "424", "240", "604", "060", "614", "140"):
         q, k, column = map(int, place)
@@ -80,9 +80,9 @@ def check_relative_bias(relative_bias):
         }
         what = f"a score of 0.5 in head 1 at query {q}, key {k} (distance q - k = {distance}), R = 2, row [10, 20, 30, 40, 50],"
         expect_number(got[q, k], 0.5 + 10 * (column + 1), rel=1e-6, what=what, mistakes=known)
-    wide = modified(relative_bias(torch.arange(14.0).view(2, 7) / 2), scores, "relative_bias", h=1)[6, 0]
+    wide = apply_score_mod(relative_bias(torch.arange(14.0).view(2, 7) / 2), scores, "relative_bias", h=1)[6, 0]
     expect_number(wide, 7.0, rel=1e-6, what="a score of 0.5, head 1, query 6, key 0, R = 3, row [3.5, 4, ..., 6.5],")
-    small = modified(mod, scores.bfloat16(), "relative_bias", h=1).dtype
+    small = apply_score_mod(mod, scores.bfloat16(), "relative_bias", h=1).dtype
     assert small == torch.bfloat16, (
         f"a bf16 score should keep its dtype, and becomes {small}: convert the bias, not the score"
     )
@@ -93,7 +93,7 @@ def check_prepare_flex(prepare_flex):
     signature, calls, asked, cpu = inspect.signature(flex_attention), [], [], torch.device("cpu")
 
     def attention(*args, **options):
-        """Stands in for FlexAttention: keeps what it is called with."""
+        """Record the arguments of a call, in place of FlexAttention."""
         calls.append(signature.bind(*args, **options).arguments)
         return args[0] if args else options["query"]
 
@@ -143,7 +143,7 @@ def check_prepare_flex(prepare_flex):
     attend(q, q, q)
     assert calls[-1].get("block_mask") is None, "without a mask_mod there should be no block mask"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # eager FlexAttention warns that it is eager
+        warnings.simplefilter("ignore")  # eager FlexAttention warns that it is not compiled
         got = prepare_flex(flex_attention, lambda b, h, q, k: k <= q, None, 48, cpu, 16)(q, q, q)
     expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
     expect_close(
@@ -178,21 +178,21 @@ def expect_one_kernel(masks: list, bucket: int) -> None:
 
 
 def expect_no_bucket(bucketed_attention, attend, tokens: int, buckets: list[int]) -> None:
-    """Assert that a text which is longer than every bucket raises a ValueError."""
+    """Assert a ValueError for a text that is longer than every bucket."""
     with contextlib.suppress(ValueError):
         bucketed_attention(attend, *torch.randn(3, 1, 1, tokens, 6), buckets)
         raise AssertionError(f"{tokens} tokens fit into no bucket of {buckets}: raise a ValueError.")
 
 
 def expect_bucket(bucketed_attention, attend, calls: list[tuple], qkv: tuple, buckets: list[int]):
-    """Assert that a text is padded to the smallest bucket that holds it, hidden and cut off again; return the mask.
+    """Assert that a text is padded to the smallest bucket, and the padding is masked and cut off; return the mask.
 
     Args:
         bucketed_attention: the answer.
         attend: attention of (q, k, v, mask_mod).
-        calls: where attend keeps the shape of q and the mask of each of its calls; empty.
+        calls: an empty list, to which attend appends the shape of q and the mask of each call.
         qkv: tensors (B, H, S, D).
-        buckets: lengths, one of which holds S tokens.
+        buckets: lengths of buckets, of which the longest is at least S.
     """
     q, k, v = qkv
     tokens = q.shape[2]
@@ -253,14 +253,14 @@ def check_at_positions(at_positions):
 
 
 def expect_no_constants(at_positions, mask_mod, positions: torch.Tensor) -> None:
-    """Assert that other positions run the same operators: a number of Python's would be an argument, a tensor's value is none."""
+    """Assert that new positions run the same operators. A Python number would be an argument of an operator."""
     steps = []
     for starts in (positions, positions + 1, positions * 3 + 100):
         mod = at_positions(mask_mod, starts)
         with OperationWatch() as watch:
             mod(*(torch.tensor(0) for _ in range(4)))
         steps.append(watch.steps)
-    # A list that becomes a tensor whenever the mask is asked holds constants as well.
+    # If the mask turns a list into a tensor in each call, its numbers are constants, too.
     assert all(other == steps[0] for other in steps) and watch.largest.get("lift_fresh", 0) <= 1, (
         "the positions became constants of the mask: the next token would need another kernel. Capture the tensor, and look "
         "positions[b] up in the mask."

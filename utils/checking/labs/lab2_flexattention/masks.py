@@ -14,7 +14,7 @@ from utils.checking.mistakes import name_mistakes
 
 
 def masking_mistake(got, q, k, v, mask: torch.Tensor) -> str:
-    """Name the usual mistake in attention under a mask (S, L) whose result is `got`; "" if none is known."""
+    """Name the usual mistake that gives `got` in attention under a mask (S, L); "" if none is known."""
     if not isinstance(got, torch.Tensor) or got.shape != q.shape:
         return ""
     scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -48,7 +48,7 @@ def masking_mistake(got, q, k, v, mask: torch.Tensor) -> str:
     "1.1", "Attention under a mask", forbids=FUSED_ATTENTION, hint="write product, mask, softmax, product yourself"
 )
 def check_masked_attention(masked_attention):
-    """Check a mask with a seen and a hidden pair in each row, then one in which query 2 sees no key."""
+    """Check a mask with a visible and a hidden pair in each row, and a mask in which query 2 sees no key."""
     for what, lonely in (("each query sees some keys,", None), ("query 2 sees no key,", 2)):
         q, k, v = torch.randn(2, 3, 5, 10), torch.randn(2, 3, 7, 10), torch.randn(2, 3, 7, 10)
         mask = torch.rand(5, 7) < 0.5
@@ -124,14 +124,14 @@ def check_three_masks(causal, sliding_window, prefix_lm):
 
 
 def expect_programs(causal, sliding_window, prefix_lm) -> None:
-    """Assert that three masks look at one pair, with windows so long that a walk through them shows."""
+    """Assert that three masks read only one pair. The windows are so long that a loop over them would show."""
     masks = {"causal": causal, "sliding_window(500)": sliding_window(500), "prefix_lm(500)": prefix_lm(500)}
     for what, mod in masks.items():
         expect_program(mod, 16, what)
 
 
 def expect_numbers(document_numbers, lengths: list[int], size: int, expected: list[int]) -> None:
-    """Assert the documents of tokens, and that the list of lengths is as it was."""
+    """Assert the document number of each token, and that the list of lengths is unchanged."""
     what, given = f"document_numbers({lengths}, {size}, cpu)", list(lengths)
     try:
         got = document_numbers(given, size, torch.device("cpu"))
@@ -146,8 +146,8 @@ def expect_numbers(document_numbers, lengths: list[int], size: int, expected: li
 
 
 def expect_device_and_room(document_numbers, lengths: list[int], size: int) -> None:
-    """Assert that numbers go to the device that is given, and that documents that do not fit raise a ValueError."""
-    with contextlib.suppress(RuntimeError):  # a meta tensor has no values: code that reads some is not judged here
+    """Assert that the numbers are on the given device, and that documents that do not fit raise a ValueError."""
+    with contextlib.suppress(RuntimeError):  # meta tensors have no values: answers that read values pass
         on = document_numbers([1], 2, torch.device("meta")).device.type
         assert on == "meta", f"document_numbers should put its tensor on the device it is given; it is on the {on}."
     try:
@@ -239,7 +239,7 @@ def check_windows_and_sinks(window_per_head, sinks_and_window):
         "Index the windows with h: b is the sequence.": tables[1],
     }
     for h, rows in enumerate(tables):
-        outside = (1, 2, 0)[h], 0  # a query whose window ends just before key 0, where there is one
+        outside = (1, 2, 0)[h], 0  # the query whose window begins at key 1; (0, 0) if all windows hold key 0
         probes = {(0, 1): "It has to be causal too.", outside: "The query's own key is one of the window."}
         mistakes = {hint: other for hint, other in hints.items() if other != rows}
         expect_mask(mod, rows, what, probes=probes, b=1, h=h, mistakes=mistakes)

@@ -1,4 +1,4 @@
-"""The checks of lab 3 that a student sees: launches to try, and what is asked of them in `rules`."""
+"""The visible checks of lab 3. They choose the launches, and `rules` judges them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from utils.checking.gluon_launches import (
 from utils.checking.labs.lab3_gluon import attention_rules, rules
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-TWO = (None, 1)  # the cost model's own timing, and another one
+TWO = (None, 1)  # the cost model's own timing, and a second timing
 
 # ---- Part 1 and 2: numbers ---------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ def check_tile_cycles(tile_cycles):
 
 @visible("1.1", "What a tile needs")
 def check_tile_budget(shared_bytes, registers_per_thread):
-    """Compare shared memory and registers of two tiles each."""
+    """Compare the shared memory of two tiles, and the registers of two tiles."""
     rules.expect_shared_bytes(shared_bytes, (1, 16, 10, 2), q=1280, ring=1280)
     rules.expect_shared_bytes(shared_bytes, (3, 96, 128, 4), q=49_152, ring=196_608)
     rules.expect_registers(registers_per_thread, (20, 40), right=30)
@@ -48,7 +48,7 @@ def check_tile_budget(shared_bytes, registers_per_thread):
 
 @visible("2.1", "Who holds an element")
 def check_owner(owner):
-    """Compare elements of three layouts, each chosen so that one slip shows."""
+    """Compare elements of three layouts; each element shows a usual mistake."""
     along, down = ((1, 4), (4, 8), (2, 1), (1, 0)), ((4, 1), (8, 4), (1, 4), (0, 1))
     odd = ((2, 2), (4, 8), (2, 2), (0, 1))
     backwards = "`order` names the fastest dimension first."
@@ -87,14 +87,14 @@ def check_owner(owner):
 
 @visible("2.2", "Transpose")
 def check_transpose(text: str):
-    """Whole and incomplete tiles, with rows that lie side by side and apart."""
+    """Check whole and incomplete tiles, with and without unused elements between the rows."""
     sizes = ((32, 64), (96, 32), (3, 65), (33, 1), (45, 70))
     rules.transpose(text, [transpose_launch(m, n, spare=spare) for m, n in sizes for spare in (0, 3)], compiles=True)
 
 
 @visible("3.1", "cp.async pipeline")
 def check_async_copy(text: str):
-    """One to four slots."""
+    """Check one to four slots."""
     tries = [async_copy_launch(*sizes) for sizes in ((2051, 5, 2), (700, 3, 1), (1089, 4, 4), (2001, 4, 3))]
     rules.async_copy(
         text, tries, lambda stages, tiles: async_copy_launch(256 * tiles, tiles, stages), (1, 3), TWO, True
@@ -103,7 +103,7 @@ def check_async_copy(text: str):
 
 @visible("3.2", "TMA ring")
 def check_tma_ring(text: str):
-    """One to four slots, also with fewer tiles than slots."""
+    """Check one to four slots, also with fewer tiles than slots."""
     sizes = ((16, 320, 2, HALF), (19, 72, 4, HALF), (16, 192, 1, HALF), (40, 440, 3, BRAIN))
     tries = [tma_ring_launch(*each) for each in sizes]
     rules.tma_ring(text, tries, lambda stages, tiles: tma_ring_launch(16, 64 * tiles, stages), (1, 3), TWO, True)
@@ -111,15 +111,15 @@ def check_tma_ring(text: str):
 
 @visible("Bonus 3.4", "Repair")
 def check_repairs(text: str, repairs):
-    """Three rings in four timings; the file with the repairs is written, so that a report's lines can be found."""
-    text = rules.repaired(text, repairs())
+    """Check three rings in four timings; write the file with the repairs, so that a report's lines can be found."""
+    text = rules.repair_text(text, repairs())
     Path("lab3_repaired.py").write_text(text)
     rules.repairs(text, [repair_launch(stages) for stages in (2, 1, 3)], repair_launch, (1, 3), (None, 1, 2, 3))
 
 
 @visible("4.1", "The first wgmma")
 def check_wgmma(text: str):
-    """Several sizes and dtypes, and sums that 16 bits cannot hold."""
+    """Check several sizes and dtypes, and sums that 16 bits cannot hold."""
     sizes = ((64, 128, 64, 128, BRAIN), (129, 520, 72, 128, BRAIN), (100, 72, 200, 32, HALF))
     rules.matmul(text, [wgmma_launch(*each) for each in sizes], TWO, compiles=True)
     rules.cancelling(text, [wgmma_launch(40, 72, 192, 64, HALF, cancelling())])
@@ -127,7 +127,7 @@ def check_wgmma(text: str):
 
 @visible("5.1", "Online softmax in a kernel")
 def check_softmax(text: str):
-    """Edges of the mask, large scores, and scores that fall or rise from block to block."""
+    """Check the edges of the mask, large scores, and scores that fall or rise from block to block."""
     inputs = (
         edge_inputs(70, 3, dtype=HALF),
         edge_inputs(60, 65),
@@ -142,7 +142,7 @@ def check_softmax(text: str):
 
 @visible("5.2", "Producer and consumers")
 def check_specialized(text: str):
-    """One to three slots in three timings."""
+    """Check one to three slots in three timings."""
     tries = [
         attention_launch("lab3_specialized.py", 128, *edge_inputs(sq, sk, dtype=dtype), STAGES=stages)
         for sq, sk, stages, dtype in ((128, 257, 2, BRAIN), (70, 193, 1, BRAIN), (100, 195, 3, HALF))
@@ -152,22 +152,20 @@ def check_specialized(text: str):
 
 @visible("5.3", "Overlap")
 def check_overlap(text: str):
-    """Two and three slots, large scores, and how much of the softmax runs under a product."""
+    """Check two and three slots, large scores, and the share of the softmax that runs during a product."""
     inputs = (
         (edge_inputs(128, 257), 2),
         (attention_inputs(1, 128, 256, 64, 20.0), 2),
         (edge_inputs(100, 195, dtype=HALF), 3),
     )
-    attention_rules.overlapped(
-        text, [overlap_launch(*each, stages=stages) for each, stages in inputs], TWO, compiles=True
-    )
-    (run,) = attention_rules.overlapped(text, [overlap_launch(*attention_inputs(1, 128, 512, d=128))], (None,))
+    attention_rules.overlap(text, [overlap_launch(*each, stages=stages) for each, stages in inputs], TWO, compiles=True)
+    (run,) = attention_rules.overlap(text, [overlap_launch(*attention_inputs(1, 128, 512, d=128))], (None,))
     attention_rules.expect_share(run)
 
 
 @visible("Bonus 6.1", "The same product by tcgen05")
 def check_tcgen05(text: str):
-    """The sizes of 4.1, with tiles of 128 rows."""
+    """Check sizes as in Question 4.1, with tiles of 128 rows."""
     sizes = ((128, 128, 64, 128, BRAIN), (200, 264, 136, 128, BRAIN), (100, 72, 200, 32, HALF))
     rules.matmul(text, [tcgen05_launch(*each) for each in sizes], TWO)
     rules.cancelling(text, [tcgen05_launch(40, 72, 192, 64, HALF, cancelling())])
@@ -175,7 +173,7 @@ def check_tcgen05(text: str):
 
 @visible("Bonus 6.2", "Two softmaxes")
 def check_two_softmax(text: str):
-    """One to four blocks of keys in three timings; scores that rise, so that O has to shrink."""
+    """Check one to eight blocks of keys in three timings, also with rising scores, for which O has to shrink."""
     tries = [two_softmax_launch(*edge_inputs(sq, sk)) for sq, sk in ((256, 257), (200, 70))]
     tries.append(two_softmax_launch(*attention_inputs(1, 130, 512, 64, 20.0)))
     attention_rules.two_softmax(text, tries, (None, 1, 2))

@@ -1,4 +1,4 @@
-"""What lab 3's attention has to do beyond right values, read in the simulator's events."""
+"""Rules for lab 3's attention: right values, and a good order of the simulator's events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from utils.checking.gluon_launches import CLOSE, exponent_scale
-from utils.checking.kernel_exercises import Launch, Run, Seeds, Try, simulated
+from utils.checking.kernel_exercises import Launch, Run, Seeds, Try, run_tries
 from utils.checking.kernel_exercises import overlap as overlap_of
 from utils.checking.labs.lab3_gluon.rules import cdiv, demand, number
 from utils.checking.mistakes import BLOCKS, OVERLAP, SOFTMAX, Steps, attention_in_blocks
@@ -38,15 +38,15 @@ def _mistakes(
 
 
 def blocks_of(launch: Launch) -> int:
-    """How many blocks of keys a launch has."""
+    """Return the number of blocks of keys of a launch."""
     keys = launch.args["k_desc"]
     return cdiv(keys.tensor.shape[-2], keys.block[-2])
 
 
 def softmax(text: str, tries: Iterable[Try], compiles: bool = False) -> None:
-    """Right at the edges of the mask, with large scores, and with scores that fall or rise; each block is taken once."""
+    """Assert the output of online softmax, and that a program takes each block of keys once."""
     hint = "Keys come in blocks of 64: are columns without a key masked, and are maximum, sum and output carried from block to block?"
-    for launch, run in simulated(text, tries, hint=hint, mistakes=_mistakes(SOFTMAX), compiles=compiles, close=CLOSE):
+    for launch, run in run_tries(text, tries, hint=hint, mistakes=_mistakes(SOFTMAX), compiles=compiles, close=CLOSE):
         for events in run.programs():
             expect_one_pass(events, blocks_of(launch))
 
@@ -60,16 +60,16 @@ def expect_one_pass(events: list[Event], blocks: int) -> None:
 
 
 def specialized(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = False) -> None:
-    """Right for any number of slots in any timing; the producer alone loads, each block once for both consumers."""
+    """Assert the output in any timing, and that only the producer loads, each block once for both consumers."""
     hint = "Does each consumer take every block of keys once, and store its own 64 rows?"
-    tried = simulated(text, tries, hint=hint, mistakes=_mistakes(BLOCKS), seeds=seeds, compiles=compiles, close=CLOSE)
+    tried = run_tries(text, tries, hint=hint, mistakes=_mistakes(BLOCKS), seeds=seeds, compiles=compiles, close=CLOSE)
     for launch, run in tried:
         for events in run.programs():
             expect_split(events, blocks_of(launch), launch.args["STAGES"])
 
 
 def expect_split(events: list[Event], blocks: int, stages: int) -> None:
-    """Assert that a program's producer alone loads each block once, as far ahead as slots allow, and both consumers multiply."""
+    """Assert that only the producer loads, each block once and as early as possible, and both consumers multiply."""
     copies = [e for e in events if e.kind == "copy in"]
     needed = (
         f"two for Q, one of K and one of V for each block make {2 + 2 * blocks}. Both consumers read the same tile."
@@ -92,12 +92,12 @@ def expect_split(events: list[Event], blocks: int, stages: int) -> None:
     demand(not both, f"load_partition waits for {' and '.join(both)}, as the consumers do: {free}")
 
 
-def overlapped(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = False) -> list[Run]:
-    """Right in any timing; both products of a turn are under way together, and the softmax runs under them."""
+def overlap(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = False) -> list[Run]:
+    """Assert the output in any timing, and that the two products of a loop turn run at the same time."""
     hint = "Is o rescaled by alpha after the product of the block before, and is p the new p_next?"
     known = _mistakes(SOFTMAX | BLOCKS | OVERLAP, downward=True)
     runs = []
-    for launch, run in simulated(text, tries, hint=hint, mistakes=known, seeds=seeds, compiles=compiles, close=CLOSE):
+    for launch, run in run_tries(text, tries, hint=hint, mistakes=known, seeds=seeds, compiles=compiles, close=CLOSE):
         for events in run.programs():
             expect_products(events, blocks_of(launch), "the softmax should run during those that are needed")
             expect_pairs(events)
@@ -106,7 +106,7 @@ def overlapped(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = F
 
 
 def expect_share(run: Run) -> None:
-    """Assert that enough of the softmax of each consumer of a program runs during products of its own."""
+    """Assert that enough of each consumer's softmax runs during the consumer's own products."""
     share = min(overlap_of(replace(run, events=[e for e in run.events if e.partition == name])) for name in CONSUMERS)
     words = f"only {share:.1%} of a consumer's softmax runs under a product of its own, and at least {LEAST_OVERLAP:.0%} should"
     advice = "Issue the scores of block i, then P V of block i - 1, wait until one product is left, and compute the softmax then."
@@ -114,7 +114,7 @@ def expect_share(run: Run) -> None:
 
 
 def expect_pairs(events: list[Event]) -> None:
-    """Assert that the scores of a block and P V of the one before it are under way together, in each consumer."""
+    """Assert that in each consumer, the scores of a block and P V of the block before run at the same time."""
     for name in CONSUMERS:
         products = sorted((e for e in events if e.kind == "wgmma" and e.partition == name), key=lambda e: e.start)
         issued = sorted(e.start for e in events if e.kind == "issue" and e.partition == name)
@@ -134,10 +134,10 @@ def expect_products(events: list[Event], blocks: int, words: str) -> None:
 
 
 def two_softmax(text: str, tries: Iterable[Try], seeds: Seeds) -> None:
-    """Right in any timing; both softmax partitions work, and the correction rescales O beside them."""
+    """Assert the output in any timing, that both softmax partitions work, and that the correction rescales O."""
     hint = "Is P stored before it is announced, and is O rescaled by this block's alpha before P V is added?"
     known = _mistakes(SOFTMAX | BLOCKS, block=128)
-    for launch, run in simulated(text, tries, hint=hint, mistakes=known, seeds=seeds, close=CLOSE):
+    for launch, run in run_tries(text, tries, hint=hint, mistakes=known, seeds=seeds, close=CLOSE):
         blocks = blocks_of(launch)
         for events in run.programs():
             for name in ("softmax 0", "softmax 1"):

@@ -1,7 +1,7 @@
-"""What the kernels of lab 3 have to do beyond right values, read in the simulator's events: layouts, rings, products.
+"""Rules for the kernels of lab 3: right values, and in the simulator's events good layouts, rings and products.
 
-The notebook's checks and the grader's ask the same of other launches. Each function takes the text of a student's file and
-the launches to try, and raises AssertionError with a sentence for the student.
+The notebook's checks and the grader's checks use the same rules with different launches. A rule takes the text of a
+student's file and the launches, and raises AssertionError with a sentence for the student.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 from utils.checking import expect_items, expect_number
 from utils.checking.gluon_launches import ring_mistakes, transpose_mistakes, wgmma_mistakes
-from utils.checking.kernel_exercises import Seeds, Try, simulated
+from utils.checking.kernel_exercises import Seeds, Try, run_tries
 from utils.gluon_cpu.timeline import Event
 
-Ring = Callable[[int, int], Try]  # gives the launch for a number of slots and a number of tiles
+Ring = Callable[[int, int], Try]  # returns the launch for a number of slots and a number of tiles
 MOST_REPAIRS = 6
 SUMS: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3}  # of squares in fp32
 PRODUCTS: dict[str, Any] = {"rtol": 1e-2, "atol": 2e-2}  # in 16 bits
 
 
 def demand(condition: bool, words: str) -> None:
-    """Refuse an answer with these words if the condition does not hold."""
+    """Raise an AssertionError with these words if the condition does not hold."""
     if not condition:
         raise AssertionError(words)
 
@@ -32,7 +32,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def number(events: Iterable[Event], kind: str, partition: str = "") -> int:
-    """Count the events of a kind, of one partition or of all."""
+    """Count the events of a kind, in one partition or in all."""
     return sum(e.kind == kind and partition in ("", e.partition) for e in events)
 
 
@@ -40,7 +40,7 @@ def number(events: Iterable[Event], kind: str, partition: str = "") -> int:
 
 
 def expect_cycles(tile_cycles, sizes: tuple[int, int, int], right: tuple[float, float, float]) -> None:
-    """Assert the cycles of three units for a tile of so many rows, keys and a head dimension."""
+    """Assert the cycles of three units for a tile of (rows, keys, head dimension)."""
     (rows, _, d), (products, exponentials, loads) = sizes, right
     names, what = ("products", "exponentials", "loads"), f"tile_cycles{sizes}"
     got = expect_items(tile_cycles(*sizes), ", ".join(names), what)
@@ -58,7 +58,7 @@ def expect_cycles(tile_cycles, sizes: tuple[int, int, int], right: tuple[float, 
 
 
 def expect_shared_bytes(shared_bytes, sizes: tuple[int, int, int, int], q: int, ring: int) -> None:
-    """Assert the shared memory for Q and both rings, of so many consumers, keys, a head dimension and stages."""
+    """Assert the shared memory for Q and both rings of a tile of (consumers, keys, head dimension, stages)."""
     consumers, keys, d, stages = sizes
     known = {
         "K and V need a ring each.": q + ring // 2,
@@ -72,7 +72,7 @@ def expect_shared_bytes(shared_bytes, sizes: tuple[int, int, int, int], q: int, 
 
 
 def expect_registers(registers_per_thread, sizes: tuple[int, int], right: float) -> None:
-    """Assert the registers of a thread for scores and output, of so many keys and a head dimension."""
+    """Assert the registers of a thread for scores and output of a tile of (keys, head dimension)."""
     known: dict[str, Any] = {
         "The output (64 × d) lies in registers, too.": sizes[0] / 2,
         "A warpgroup is four warps: 128 threads share the tile.": [2 * right, 4 * right],
@@ -86,12 +86,12 @@ def expect_registers(registers_per_thread, sizes: tuple[int, int], right: float)
 
 
 def transpose(text: str, tries: Iterable[Try], compiles: bool = False) -> None:
-    """Right at any size and stride; at whole tiles a program moves its tile and touches no sector more than it needs."""
+    """Assert the transpose for each launch, and that loads and stores of whole tiles touch no unnecessary sector."""
     hint = "Row i, column j of X goes to row j, column i of Y: are the addresses turned, and how far apart do rows lie?"
-    for launch, run in simulated(text, tries, hint=hint, mistakes=transpose_mistakes, compiles=compiles):
+    for launch, run in run_tries(text, tries, hint=hint, mistakes=transpose_mistakes, compiles=compiles):
         m, n, *strides = (int(launch.args[name]) for name in ("m", "n", "x_stride", "y_stride"))
         if m % 32 or n % 32 or any(stride % 8 for stride in strides):
-            continue  # rows that begin within a sector touch more of them
+            continue  # rows that begin within a sector touch more sectors
         for events in run.programs():
             for kind in ("load", "store"):
                 moving = [e for e in events if e.kind == kind and e.bytes]
@@ -108,15 +108,15 @@ def transpose(text: str, tries: Iterable[Try], compiles: bool = False) -> None:
 def async_copy(
     text: str, tries: Iterable[Try], ring: Ring, slots: tuple[int, ...], seeds: Seeds, compiles=False
 ) -> None:
-    """Right for any number of slots; `ring` launches two programs."""
-    list(simulated(text, tries, hint="Which tile lies in which slot?", seeds=seeds, compiles=compiles))
+    """Assert the sums for each launch, and a full ring; `ring` launches two programs."""
+    list(run_tries(text, tries, hint="Which tile lies in which slot?", seeds=seeds, compiles=compiles))
     words = "Issue the copies of tile i + STAGES - 1 before you wait for tile i, and wait for no more groups than tile i needs."
     full_ring(text, ring, slots, 2, 0.6, words)
 
 
 def tma_ring(text: str, tries: Iterable[Try], ring: Ring, slots: tuple[int, ...], seeds: Seeds, compiles=False) -> None:
-    """The same by TMA; there may be fewer tiles than slots."""
-    for launch, run in simulated(text, tries, mistakes=ring_mistakes, seeds=seeds, compiles=compiles, close=SUMS):
+    """Assert the outputs for each launch, also with fewer tiles than slots, and a full ring."""
+    for launch, run in run_tries(text, tries, mistakes=ring_mistakes, seeds=seeds, compiles=compiles, close=SUMS):
         tiles = cdiv(launch.args["columns"], 64)
         for events in run.programs():
             copies = sum(e.kind == "copy in" and e.unit == "TMA" for e in events)
@@ -130,15 +130,15 @@ def full_ring(text: str, ring: Ring, slots: tuple[int, ...], copies: int, share:
 
     Args:
         text: the text of the student's file.
-        ring: gives a launch, and the outputs, for numbers of slots and of tiles.
-        slots: the numbers of slots; 1 and 3 are among them.
-        copies: copies of a tile.
-        share: of the cycles with one slot that three slots may take.
-        words: what to look at.
+        ring: returns a launch and its outputs, for a number of slots and a number of tiles.
+        slots: the numbers of slots, with 1 and 3.
+        copies: number of copies of a tile.
+        share: largest allowed ratio of the cycles with three slots to the cycles with one slot.
+        words: advice for the student.
     """
     tiles, runs = 8, {}
     for stages in slots:
-        ((_, runs[stages]),) = simulated(text, [ring(stages, tiles)], close=SUMS)
+        ((_, runs[stages]),) = run_tries(text, [ring(stages, tiles)], close=SUMS)
     for stages, run in runs.items():
         for events in run.programs():
             expect_each_once(events, copies, tiles)
@@ -149,7 +149,7 @@ def full_ring(text: str, ring: Ring, slots: tuple[int, ...], copies: int, share:
 
 
 def expect_each_once(events: list[Event], copies: int, tiles: int) -> None:
-    """Assert that each tile comes into shared memory once, is read there once, and comes by no other way."""
+    """Assert that each tile is copied into shared memory once, read there once, and loaded in no other way."""
     started, read, loads = number(events, "copy in"), number(events, "shared load"), number(events, "load")
     demand(started == copies * tiles, f"{tiles} tiles take {copies * tiles} copies; {started} were started.")
     demand(not loads, "a program loads from memory into registers: all tiles come through the ring.")
@@ -159,8 +159,8 @@ def expect_each_once(events: list[Event], copies: int, tiles: int) -> None:
 def expect_ahead(events: list[Event], stages: int, tiles: int) -> None:
     """Assert that the copies of a program run as far ahead as the slots allow, all the time.
 
-    When tile t is read, every other slot has been ordered anew: t + `stages` tiles in all, unless there are fewer. A ring that
-    uses two of five slots, or that is emptied as a whole before it is filled again, has ordered fewer.
+    When a program reads tile t, it has started the copies of t + `stages` tiles, or of all tiles. A ring that uses two of
+    five slots, or that becomes empty before it is filled again, has started fewer copies.
     """
     for ring in {e.buffer.partition("[")[0] for e in events if e.kind == "copy in"}:
         mine = [e for e in events if e.buffer.partition("[")[0] == ring]
@@ -183,13 +183,13 @@ def expect_slots(copies: list[Event], stages: int) -> None:
     demand(used == stages, f"{used} slots are used, and there are {stages}: tile i lies in slot i % STAGES.")
 
 
-def repaired(text: str, repairs: dict[str, str]) -> str:
-    """Return the broken file with its repairs; each key is a whole line of the file without the indentation."""
+def repair_text(text: str, repairs: dict[str, str]) -> str:
+    """Return the broken file with repairs, {line of the file without its indentation: new line}."""
     demand(isinstance(repairs, dict), f"repairs() should be a dict, and is {type(repairs).__name__}.")
     many = f"repairs changes {len(repairs)} lines; {MOST_REPAIRS} at most. Change what is wrong."
     demand(len(repairs) <= MOST_REPAIRS, many)
     lines = text.splitlines()
-    before = [line.strip() for line in lines]  # a replacement may read like another line of the file
+    before = [line.strip() for line in lines]  # a replacement may equal another line of the file
     for wrong, right in repairs.items():
         count = before.count(str(wrong).strip())
         demand(count == 1, f"`{wrong}` stands {count} times in lab3_broken.py: copy one whole line of it.")
@@ -200,11 +200,11 @@ def repaired(text: str, repairs: dict[str, str]) -> str:
 
 
 def repairs(text: str, tries: Iterable[Try], ring: Ring, slots: tuple[int, ...], seeds: Seeds) -> None:
-    """Right with any number of slots and in any timing, and still a ring of two partitions that overlap."""
-    list(simulated(text, tries, seeds=seeds))
+    """Assert the output for any number of slots in any timing, and that the ring's two partitions still overlap."""
+    list(run_tries(text, tries, seeds=seeds))
     cycles = {}
     for stages in slots:
-        ((_, run),) = simulated(text, [ring(stages, 8)])
+        ((_, run),) = run_tries(text, [ring(stages, 8)])
         for kind, partition in (("copy in", "load_tiles"), ("copy out", "scale_tiles")):
             copies = [e for e in run.events if e.kind == kind]
             who = {e.partition.partition(" ")[0] for e in copies}
@@ -221,9 +221,9 @@ def repairs(text: str, tries: Iterable[Try], ring: Ring, slots: tuple[int, ...],
 
 
 def matmul(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = False) -> None:
-    """C = A Bᵀ on the tensor cores: one product a step, two copies a step, and one copy out."""
+    """Assert C = A Bᵀ, and that a program makes one product and two copies for each step, and one copy of C."""
     hint = "C = A Bᵀ: is B turned, is each step added to the accumulator, and does that stay in fp32?"
-    for launch, run in simulated(
+    for launch, run in run_tries(
         text, tries, hint=hint, mistakes=wgmma_mistakes, seeds=seeds, compiles=compiles, close=PRODUCTS
     ):
         steps = cdiv(launch.args["k_size"], 64)
@@ -235,6 +235,6 @@ def matmul(text: str, tries: Iterable[Try], seeds: Seeds, compiles: bool = False
 
 
 def cancelling(text: str, tries: Iterable[Try]) -> None:
-    """The accumulator is fp32: the first two steps cancel, and their sums overflow in 16 bits."""
+    """Assert that the accumulator is fp32: the first two steps cancel, and their sums overflow in 16 bits."""
     hint = "Two steps of these numbers cancel, and their sums overflow in 16 bits: the accumulator is fp32."
-    list(simulated(text, tries, hint=hint, close=PRODUCTS))
+    list(run_tries(text, tries, hint=hint, close=PRODUCTS))

@@ -1,4 +1,4 @@
-"""The visible checks of lab 4, a file for each part, and what they share with the hidden ones."""
+"""The visible checks of lab 4, a file for each part. The hidden checks use their functions, too."""
 
 from utils.checking.labs.lab4_sdpa.costs import *  # noqa: F403
 from utils.checking.labs.lab4_sdpa.dispatch import *  # noqa: F403

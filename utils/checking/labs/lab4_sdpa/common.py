@@ -1,4 +1,4 @@
-"""Shared by the checks of lab 4, visible and hidden: the backends, which of them ran, and what a call leaves behind."""
+"""Parts that all checks of lab 4 share: the backends, which of them ran, and the switches that a call changes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class BackendRefused(RuntimeError):
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether an answer raised BackendRefused; by its name, since a class that crosses processes is another one."""
+    """Return whether an answer raised BackendRefused. Only the name counts: each process has its own class."""
     return type(error).__name__ == "BackendRefused"
 
 
 def _with_all_backends(kind: Callable) -> Callable:
-    """Return a decorator of checks inside of which all backends are allowed, whatever an answer left switched off before."""
+    """Return a decorator that allows all backends during a check, even if an answer has switched some off before."""
 
     def declare(question: str, title: str, **rule) -> Callable:
         def decorate(function: Callable) -> Callable:
@@ -52,7 +52,7 @@ check, visible = _with_all_backends(checking.check), _with_all_backends(checking
 
 
 def attentions(watch: checking.OperationWatch) -> list[str]:
-    """Return the SDPA backends that ran on CPU tensors, in order; the math backend is recognized by its softmax."""
+    """Return the SDPA backends that ran on CPU tensors, in order; a softmax means the math backend."""
     names = {"_scaled_dot_product_flash_attention_for_cpu": "flash", "_softmax": "math", "_safe_softmax": "math"}
     return [names[step[0]] for step in watch.steps if step[0] in names]
 
@@ -75,8 +75,8 @@ def runs(backend: str, query, key, value, **options) -> bool:
 
 
 @contextlib.contextmanager
-def replaced_answers(function: Callable, others: Mapping[str, Callable]) -> Iterator[list[str]]:
-    """Let a student's function call others, {name: function}, in place of earlier answers; yield the names that it knows."""
+def replace_answers(function: Callable, others: Mapping[str, Callable]) -> Iterator[list[str]]:
+    """Let a student's function call {name: function} in place of earlier answers; yield the names that it knows."""
     names = getattr(inspect.unwrap(function), "__globals__", {})
     before = {name: names[name] for name in others if name in names}
     names.update({name: others[name] for name in before})

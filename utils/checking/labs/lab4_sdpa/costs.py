@@ -81,7 +81,7 @@ def expect_errors(errors, out, inputs: tuple, causal: bool, exact: dict[str, tor
         out: the output.
         inputs: q, k and v.
         causal: whether the output is meant to be causal.
-        exact: references in float64, "" the right one, and {hint: one with a mistake}.
+        exact: references in float64: {"": the right reference, hint: a reference with this mistake}.
         what: the output, in words.
     """
     got = expect_items(errors(out, *inputs, causal), "largest, rms", "errors(...)")
@@ -113,7 +113,7 @@ def expect_errors(errors, out, inputs: tuple, causal: bool, exact: dict[str, tor
 
 @visible("2.2", "Error against float64", forbids=(), hint="the reference in float64 is yours to write")
 def check_errors(errors):
-    """Check outputs with a known error, and outputs that are rounded and nothing else; grouped heads, causal or not."""
+    """Check outputs with a known error, and outputs that are only rounded; grouped heads, causal or not."""
     inputs = [torch.randn(3, heads, 20, 10) for heads in (6, 2, 2)]
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = (t.to(dtype) for t in inputs)
@@ -139,7 +139,7 @@ def check_errors(errors):
 
 @visible("3.1", "Intensity, prefill and decode")
 def check_intensities(intensity, queries_to_ridge):
-    """Check 20 queries and 100 keys with three heads to a key head, and ridges that are reached or not."""
+    """Check 20 queries and 100 keys with three heads for each key head, and ridges within and beyond reach."""
     up = "One query fewer still lies left of the ridge: round up."
     bytes_too = "Queries and outputs have bytes as well, not only the cache."
     bf16, groups = torch.bfloat16, "20 queries, 100 keys, 3 heads to a key head"
@@ -184,7 +184,7 @@ MOST = "More splits are not always faster: compare the times."
 
 @visible("3.3", "How many splits?")
 def check_splits(decode_us, best_splits):
-    """Check waves, tiles and the merge, and that the fewest of the best splits are taken."""
+    """Check waves, tiles and the merge, and that the answer is the smallest of equally good numbers of splits."""
     waves = "A part of a wave takes as long as a whole one: round the waves up."
     tiles = "A part of a tile takes as long as a whole one: round the tiles up."
     whole = {"One split needs no second kernel.": 37.0, waves: 24.0, tiles: 31.25, "Round both up.": 23.4375}

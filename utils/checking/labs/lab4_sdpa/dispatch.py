@@ -16,14 +16,14 @@ from utils.checking.labs.lab4_sdpa.common import (
     attentions,
     in_one_line,
     is_refusal,
-    replaced_answers,
+    replace_answers,
     sdpa_switches,
     visible,
 )
 
 
 def operators_of(call: Callable) -> list[str]:
-    """Return the names of everything that call() ran on the CPU side, in order, from torch's profiler."""
+    """Return the names of the CPU events of call() in torch's profiler, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
         call()
     events = sorted(recorded.events(), key=lambda event: event.time_range.start)
@@ -31,7 +31,7 @@ def operators_of(call: Callable) -> list[str]:
 
 
 def expect_backends(backends_in, operators: list[str], expected: list[str], what: str, hint: str) -> None:
-    """Assert which backends an answer reads from a list of operators."""
+    """Assert the backends that an answer finds in a list of operators."""
     got = backends_in(list(operators))
     got, hint = (list(got), hint) if isinstance(got, list | tuple) else (got, "Return a list of names.")
     shown = ", ".join(operators)[:400]
@@ -40,7 +40,7 @@ def expect_backends(backends_in, operators: list[str], expected: list[str], what
 
 @visible("1.1", "Which backend ran?")
 def check_backends_in(backends_in):
-    """Check two calls on this CPU and lists of operators as a GPU leaves them."""
+    """Check two calls on this CPU, and lists of operators from a GPU."""
     x, turned = torch.randn(1, 2, 16, 32), torch.randn(1, 2, 32, 16).transpose(2, 3)
 
     def two_calls():
@@ -68,7 +68,7 @@ def check_backends_in(backends_in):
 
 
 def reasons_by(why_not, backend: str, tensors: tuple, options: dict, what: str) -> list[str]:
-    """Return the reasons that an answer gives: sentences; and everything is as before."""
+    """Return the answer's reasons; assert that they are sentences, and that the call changes no switch."""
     switches, filters = sdpa_switches(), list(warnings.filters)
     got = why_not(backend, *tensors, **options)
     assert sdpa_switches() == switches, (
@@ -91,7 +91,7 @@ def reasons_by(why_not, backend: str, tensors: tuple, options: dict, what: str) 
 
 @visible("1.2", "Ask it why")
 def check_why_not(why_not):
-    """Check calls that run and calls that are refused, with warnings on and off, inside of a block and outside."""
+    """Check calls that run and calls that torch refuses, with warnings on and off, inside and outside of a block."""
     x, turned = torch.randn(2, 2, 16, 32), torch.randn(2, 2, 32, 16).transpose(2, 3)
     blocks = {"": contextlib.nullcontext, " inside of another sdpa_kernel block": lambda: sdpa_kernel(SDPBackend.MATH)}
     for where, block in blocks.items():
@@ -121,7 +121,7 @@ def check_why_not(why_not):
 
 
 def _expect_word(got: list[str], word: str, what: str, silenced: bool) -> None:
-    """Assert that reasons speak of a word; without a word, that there are none."""
+    """Assert that the reasons contain a word; without a word, assert that there are no reasons."""
     if not word:
         assert not got, f"{what} is {got!r}, but flash runs this here: the list should be empty."
         return
@@ -141,7 +141,7 @@ def expect_ran_once(ran: list[str], backend: str, what: str) -> None:
 
 
 def expect_pinned(pinned_sdpa, backend: str, tensors: tuple, options: dict) -> tuple[torch.Tensor, str]:
-    """Assert that a pin runs its backend once inside of other pins, and leaves them as they were: (result, description)."""
+    """Assert that a pin runs its backend once inside of other pins, and restores them; return (result, description)."""
     what = f"pinned_sdpa({backend!r}, q, k, v{''.join(f', {name}=...' for name in options)})"
     got = None
     for outside in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
@@ -155,11 +155,11 @@ def expect_pinned(pinned_sdpa, backend: str, tensors: tuple, options: dict) -> t
 
 
 def expect_refused(pinned_sdpa, backend: str, tensors: tuple, options: dict, reasons: list[str], what: str) -> None:
-    """Assert that a pin raises BackendRefused with these words of torch's, computes nothing and leaves nothing behind."""
+    """Assert that a pin raises BackendRefused with torch's words, computes nothing, and restores all switches."""
     switches = sdpa_switches()
     try:
         with OperationWatch() as watch, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own words about a refusal would stand above the check's
+            warnings.simplefilter("ignore")  # without this, torch's warnings would stand above the message of the check
             pinned_sdpa(backend, *tensors, **options)
     except RuntimeError as error:
         said = in_one_line(str(error))
@@ -180,8 +180,8 @@ def expect_refused(pinned_sdpa, backend: str, tensors: tuple, options: dict, rea
     assert sdpa_switches() == switches, f"after a refusal ({what}), other backends are allowed than before."
 
 
-def _restoring(why_not: Callable) -> Callable:
-    """Return the student's why_not, after which no switch is left behind: what it forgets is lost in Question 1.2 alone."""
+def _restore_switches(why_not: Callable) -> Callable:
+    """Return the student's why_not, and restore switches after it: a forgotten switch costs points in 1.2 only."""
 
     def restored(*args, **options):
         with sdpa_kernel(list(BACKENDS.values())):
@@ -206,8 +206,8 @@ def check_pinned_sdpa(pinned_sdpa):
             expected = F.scaled_dot_product_attention(*tensors, **options)
             expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint="Do all options reach SDPA?")
     wide = {"attn_mask": torch.zeros(16, 19)}
-    own = getattr(pinned_sdpa, "__globals__", {}).get("why_not")  # None, too, where the answer runs in another process
-    with replaced_answers(pinned_sdpa, {"why_not": _restoring(own)} if own else {}):
+    own = getattr(pinned_sdpa, "__globals__", {}).get("why_not")  # None also if the answer runs in another process
+    with replace_answers(pinned_sdpa, {"why_not": _restore_switches(own)} if own else {}):
         for backend, tensors, options, words, what in (
             ("flash", (turned, x, x), {}, ["last dimension"], "flash of a q with other strides"),
             ("flash", (x, x, x), {"dropout_p": 0.5}, ["dropout"], "flash with dropout"),
@@ -246,7 +246,7 @@ def check_default_backend(default_backend):
         ((9, 0), 91900, {name: ["no"] for name in able}, "", later),
     ]
     for capability, order in (((9, 0), first), ((8, 9), last)):
-        for place in (1, 2, 3):  # all before this one in the order have a reason
+        for place in (1, 2, 3):  # all backends before this backend have a reason
             cases.append((capability, 91900, able | {name: ["no"] for name in order[:place]}, order[place], later))
     for capability, cudnn, reasons, expected, hint in cases:
         expect_default(default_backend, capability, cudnn, reasons, expected, hint)

@@ -1,4 +1,4 @@
-"""Part 6: questions about a table of results; the visible checks ask them about small tables."""
+"""Part 6: questions about a table of results. The visible checks ask them about small tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fastest(grid: pd.DataFrame) -> pd.Series:
 
 
 def default_slowdown(grid: pd.DataFrame) -> pd.Series:
-    """Return the default's time over the best one, of each shape whose default has a time."""
+    """Return for each shape the default's time over the best time, if the default has a time."""
     timed = grid[grid["status"] == "ok"]
     default = timed[timed["is_default"]].set_index("shape")["ms"]
     return (default / timed.groupby("shape")["ms"].min()).dropna()
@@ -60,7 +60,7 @@ def expect_answers(grid_answers, grid: pd.DataFrame) -> dict:
 
 @visible("6.1", "The case of two kernels")
 def check_grid_answers(grid_answers):
-    """Check a table of ten shapes, and the same 400 times over; flash is the default."""
+    """Check a table of ten shapes, and a table that repeats it 400 times; flash is the default."""
     sm80, sm90, reduction = "sdpa_sm80_flash_fprop_wmma", "sdpa_sm90_flash_fprop_wgmma", "lean_reduction_kernel"
     columns = ["shape", "kind", "seq_len_q", "backend", "ms", "gb_s", "status", "kernels"]
     rows = [
@@ -80,7 +80,7 @@ def check_grid_answers(grid_answers):
         *((9, "decode", 1, "flash", 1.0, 100, "ok", []), (9, "decode", 1, "cudnn", 4.0, 9, "ok", ["Memset", sm80])),
     ]
     small = pd.DataFrame(rows, columns=columns).assign(is_default=lambda table: table["backend"] == "flash")
-    small = small.sample(frac=1, random_state=0)  # no row stands at the place that its index names
+    small = small.sample(frac=1, random_state=0)  # so that no row has its index as its position
     got = expect_answers(grid_answers, small)
     other = expect_answers(grid_answers, small.assign(is_default=small["backend"] == "cudnn"))
     for winner in (other["decode_winner"], got["decode_winner"]):
@@ -103,7 +103,7 @@ def check_grid_answers(grid_answers):
         expect_number(got[key], right, rel=1e-6, what=f"{key} of a small table of ten shapes", mistakes=mistakes)
     what = "decode_bandwidth of the small table, where cudnn is the default,"
     expect_number(other["decode_bandwidth"], got["decode_bandwidth"], rel=1e-6, what=what)
-    # Of 400 such tables in one the answers are the same, and the product of all losses is beyond what 64 bits hold.
+    # A table that repeats this one 400 times has the same answers, but 64 bits cannot hold the product of all losses.
     many = pd.concat([small.assign(shape=small["shape"] + 10 * i) for i in range(400)], ignore_index=True)
     for key, found in expect_answers(grid_answers, many).items():
         if key != "decode_winner":

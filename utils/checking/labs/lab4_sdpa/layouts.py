@@ -1,4 +1,4 @@
-"""Part 4: strides that knock flash out, other knock-outs, and projections taken apart without a copy.
+"""Part 4: strides that flash refuses, other reasons for a refusal, and views of q, k and v in a projection.
 
 The judge is the dispatcher of this machine's torch, on CPU tensors, so that the verdict is the same with a GPU.
 """
@@ -29,7 +29,7 @@ def expect_same_values(got: object, x: torch.Tensor, what: str) -> None:
 
 
 def expect_strides(knocked_out_by_strides, strided_and_fast, q: torch.Tensor) -> None:
-    """Assert what the dispatcher says of both layouts of q."""
+    """Assert that the dispatcher accepts and refuses the layouts of q as Question 4.1 asks."""
     bad, good = knocked_out_by_strides(q), strided_and_fast(q)
     expect_same_values(bad, q, "knocked_out_by_strides(x)")
     assert not runs("flash", bad, q, q), (
@@ -48,7 +48,7 @@ def check_strides(knocked_out_by_strides, strided_and_fast):
 
 
 def first_reason(arguments: dict) -> str:
-    """Return the first thing that torch says about a call that flash refuses."""
+    """Return torch's first reason why flash refuses a call."""
     with sdpa_kernel(BACKENDS["flash"]), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -65,7 +65,7 @@ def expect_knock_outs(knock_outs, normal: Callable[..., torch.Tensor]) -> None:
 
     Args:
         knock_outs: the answer.
-        normal: makes a tensor of a shape.
+        normal: returns a random tensor of a shape.
     """
     assert knock_outs != {}, "not answered yet: KNOCK_OUTS is empty."
     assert isinstance(knock_outs, dict), f"KNOCK_OUTS should be a dict of functions, and is {knock_outs!r:.120}."
@@ -111,14 +111,14 @@ def _reason_of(arguments: dict, what: str) -> str:
 
 @visible("4.2", "Four more knock-outs")
 def check_knock_outs(KNOCK_OUTS):
-    """Check all of them on one shape."""
+    """Check all knock-outs on one shape."""
     expect_knock_outs(KNOCK_OUTS, torch.randn)
 
 
 def at_the_same_places(got: torch.Tensor, x: torch.Tensor) -> bool:
-    """Return whether each number of one tensor lies at the address of the same number of the other.
+    """Return whether corresponding numbers of two tensors have the same address.
 
-    A shared storage is not enough: a copy may lie behind the numbers of x, or between them.
+    It is not enough that both share a storage: a copy may lie behind the numbers of x, or between them.
     """
     steps = [tuple(step for step, n in zip(t.stride(), t.shape, strict=True) if n > 1) for t in (got, x)]
     return got.data_ptr() == x.data_ptr() and steps[0] == steps[1]
@@ -150,7 +150,7 @@ def expect_unpacked(unpack_qkv, packed: torch.Tensor, heads: int, kv_heads: int)
 
 
 def layouts_of(x: torch.Tensor) -> dict[str, tuple[torch.Tensor, bool]]:
-    """Return views of a tensor and its copies, and for each whether flash needs a copy of it."""
+    """Return pairs: a view of a tensor or of a copy, and whether flash needs a copy of this view."""
     return {
         "a contiguous tensor": (x, False),
         "transposed heads": (x.transpose(1, 2).contiguous().transpose(1, 2), False),
@@ -162,7 +162,7 @@ def layouts_of(x: torch.Tensor) -> dict[str, tuple[torch.Tensor, bool]]:
 
 
 def expect_ready(ready_for_flash, tensor: torch.Tensor, copied: bool, what: str) -> None:
-    """Assert that flash runs what comes back, and that it is a copy only where one is needed."""
+    """Assert that flash runs the answer's tensor, and that this is a copy only if flash needs a copy."""
     what = f"ready_for_flash of {what}, strides {tensor.stride()},"
     place = tensor.data_ptr()
     got = ready_for_flash(tensor)

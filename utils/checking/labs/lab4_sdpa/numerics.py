@@ -56,7 +56,7 @@ def check_rounded_attention(rounded_attention):
 
 
 def expect_steps(ulps_apart, a: torch.Tensor, b: torch.Tensor, steps: torch.Tensor, what: str, hint: str) -> None:
-    """Assert how many bf16 numbers lie between a and b, both ways round."""
+    """Assert the number of bf16 steps from a to b, and from b to a."""
     for x, y in ((a, b), (b, a)):
         got = ulps_apart(x, y)
         if not isinstance(got, torch.Tensor) or got.is_floating_point() or got.dtype == torch.bool:
@@ -75,7 +75,7 @@ FAR = "The largest distance is about 65,000: compute with more than 16 bits."
 
 @visible("5.2", "Steps between bf16 numbers")
 def check_ulps_apart(ulps_apart):
-    """Check pairs of numbers: neighbours, over powers of two, around zero, far apart."""
+    """Check pairs of numbers: neighbours, numbers across a power of two, numbers around zero, distant numbers."""
     smallest = 2.0**-133
     for a, b, steps, hint in (
         (1.0, 1.0, 0, ""),
@@ -98,15 +98,15 @@ def check_ulps_apart(ulps_apart):
 def expect_distinct(
     distinct_results, sequence: list, expected: int, what: str, hint: str, buffer: bool = False
 ) -> None:
-    """Assert how many different results a sequence holds.
+    """Assert the number of different results in a sequence.
 
     Args:
         distinct_results: the answer.
-        sequence: what fn returns, one after the other.
+        sequence: the results of the calls of fn.
         expected: the count.
         what: the sequence, in words.
-        hint: what to look at.
-        buffer: whether fn writes all of them to the same memory.
+        hint: advice for a wrong count.
+        buffer: whether fn writes all results to the same memory.
     """
     calls = iter(sequence)
     kept = torch.empty_like(sequence[0]) if buffer else None
@@ -130,8 +130,8 @@ ANY_DTYPE = "Any floating-point dtype may come."
 BUFFER = "Keep a copy of each result: fn may write the next one into the same memory."
 
 
-def last_bit_changed(x: torch.Tensor) -> torch.Tensor:
-    """Return x with the last bit of its last number turned over."""
+def change_last_bit(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of x in which the last bit of the last number is changed."""
     found = x.clone()
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     found.view(integer).flatten()[-1:].bitwise_xor_(1)
@@ -139,8 +139,8 @@ def last_bit_changed(x: torch.Tensor) -> torch.Tensor:
 
 
 def expect_bits_compared(distinct_results, x: torch.Tensor) -> None:
-    """Assert counts of results that only their bits tell apart, or that only values do."""
-    near, holes = last_bit_changed(x), x.clone()
+    """Assert counts for results with equal values but different bits, and for slightly different values."""
+    near, holes = change_last_bit(x), x.clone()
     holes[0, 0] = math.nan
     other = holes.clone()
     other.view(torch.int32)[0, 0] += 1
@@ -160,7 +160,7 @@ def expect_bits_compared(distinct_results, x: torch.Tensor) -> None:
     for dtype in (torch.bfloat16, torch.float64, torch.float8_e4m3fn):
         y = x.to(dtype)
         what = f"two {str(dtype).removeprefix('torch.')} results that differ in their last bit"
-        expect_distinct(distinct_results, [y, last_bit_changed(y), y.clone()], 2, what, ANY_DTYPE)
+        expect_distinct(distinct_results, [y, change_last_bit(y), y.clone()], 2, what, ANY_DTYPE)
     what = "three results in one buffer that fn writes again"
     expect_distinct(distinct_results, [x, near, 2 * x], 3, what, BUFFER, buffer=True)
 
@@ -206,7 +206,7 @@ def expect_fp8(quantize_fp8, dequantize_fp8, x: torch.Tensor, block: int | None)
         f"dequantize_fp8 after {what} misses x by more than e4m3 rounds. x8 is x / scale, computed in float32; back, each "
         "number is multiplied by the scale of its own block."
     )
-    # One step of e4m3: a division may be rounded otherwise where it is done by the inverse.
+    # One step of e4m3: a product with the inverse may be rounded differently from a division.
     step = (wide / spread).abs() / 8 + 2**-9
     assert ((x8.float() - wide / spread).abs() <= step).all(), f"x8 of {what} is not x / scale, rounded to e4m3."
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from utils.checking import DERIVATIVES, FUSED_ATTENTION, SOFTMAX, expect_close, expect_items
-from utils.checking.labs.lab4_sdpa.common import replaced_answers, visible
+from utils.checking.labs.lab4_sdpa.common import replace_answers, visible
 from utils.checking.labs.lab4_sdpa.costs import attend
 from utils.checking.mistakes import name_mistakes
 
@@ -43,7 +43,7 @@ def expect_part_output(got, q, k, v, rtol: float, atol: float, what: str) -> Non
 
 @visible("3.2", "Attention over one part", **PART)
 def check_attend_part(attend_part):
-    """Check outputs, and the log-sum-exp over one key and over the same key five times; grouped heads, large scores."""
+    """Check outputs, the log-sum-exp over one key and over five equal keys, grouped heads, and large scores."""
     for dtype, large in ((torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 30)):
         q = large * torch.randn(3, 6, 3, 10, dtype=dtype)
         k, v = large * torch.randn(3, 2, 9, 10, dtype=dtype), torch.randn(3, 2, 9, 10, dtype=dtype)
@@ -51,7 +51,7 @@ def check_attend_part(attend_part):
         what = f"attend_part of 6 heads over 2 in {name}{', scores in the thousands' if large > 1 else ''}"
         output, _ = expect_items(attend_part(q, k, v), "output, lse", what)
         expect_part_output(output, q, k, v, rtol=1e-3, atol=1e-3 if large > 1 else 1e-5, what=what)
-        # e^lse is the sum of all e^score: over one key it is that score, over the same key n times it is log(n) more
+        # e^lse is the sum of all e^score. For one key, lse is its score; for n equal keys it is larger by log(n).
         _, one = attend_part(q, k[:, :, :1], v[:, :, :1])
         score = (q.float() * k[:, :, :1].float().repeat_interleave(3, dim=1)).sum(-1) / math.sqrt(10)
         mistakes = {
@@ -70,7 +70,7 @@ def check_attend_part(attend_part):
 
 
 def merge_hint(got, q, k, v, splits: int) -> str:
-    """Name what is wrong with a merge of parts; the scores are not large."""
+    """Return a hint for a wrong merge of parts whose scores are not large."""
     keys = k.shape[2]
     if splits > keys:
         return "With more splits than keys some parts are empty: leave them out, or give them weight 0."
@@ -115,7 +115,7 @@ def expect_merged(got, q, k, v, splits: int, large: bool, what: str, **near: flo
 
 @visible("3.2", "Split-KV attention", **MERGE)
 def check_split_kv_attention(split_kv_attention):
-    """Check the merge and the cuts, with right parts in place of the student's."""
+    """Check the cuts and the merge; right functions replace the student's attend_part."""
     for dtype, keys, splits, large, rtol in (
         (torch.float32, 10, 1, 1, 1e-3),
         (torch.float32, 10, 4, 1, 1e-3),
@@ -132,9 +132,9 @@ def check_split_kv_attention(split_kv_attention):
 
 
 class _Parts:
-    """Right answers for `attend_part` that remember which parts they were asked for.
+    """A right `attend_part` with a record of its calls.
 
-    It is an object because a function may travel to the student's process by its code; this one stays here.
+    It is an object, because the grader may send the code of a function to the student's process; an object stays here.
     """
 
     def __init__(self) -> None:
@@ -150,9 +150,9 @@ class _Parts:
 
 
 def expect_split(split_kv_attention, q, k, v, splits: int, large: bool, what: str, **near: float) -> None:
-    """Assert the result of split-KV attention from right parts, and that each pair of a query and a key was in one of them."""
+    """Assert the result of split-KV attention from right parts, and that the parts hold each pair of query and key."""
     parts, keys = _Parts(), k.shape[2]
-    with replaced_answers(split_kv_attention, {"attend_part": parts}):
+    with replace_answers(split_kv_attention, {"attend_part": parts}):
         got = split_kv_attention(q, k, v, splits)
     expect_merged(got, q, k, v, splits, large, what, **near)
     lengths = {n for n, shape in parts.calls if n and shape.numel()}
@@ -187,7 +187,7 @@ def expect_gradient(got, right, without_delta, name: str, where: str, **near: fl
 
 
 def expect_lse_used(attention_backward, tensors: tuple, dv: torch.Tensor) -> None:
-    """Assert that P comes from the lse that is given: one that is larger by 1, of more keys than these, makes it e times smaller."""
+    """Assert that P comes from the given lse: with an lse that is larger by 1, P is e times smaller."""
     q, k, v, out, lse, dout = tensors
     got, what = attention_backward(q, k, v, out, lse + 1, dout)[2], "dv with an lse that is larger by 1"
     hint = "P is e^(S - lse), with the lse that is given: do not compute the softmax again."
