@@ -143,7 +143,7 @@ def missing_answer(cell: ast.Module, names: Mapping[str, Any]) -> str | None:
     """Return a message about an unwritten answer that a cell of a notebook uses; None if the cell may run.
 
     The checks' parameters have the names of the answers, except for texts of files. Three kinds of cells may run: a check
-    reports an unwritten answer itself, a cell with `is_answered` needs no answer, and the cell of an answer may call others.
+    reports an unwritten answer itself, a cell with `is_answered` needs no answer, and an answer may call a later one.
     """
     checks = {name: check for name, check in names.items() if name.startswith("check_") and hasattr(check, "question")}
     asked = [(check.question, inspect.signature(check).parameters.values()) for check in checks.values()]

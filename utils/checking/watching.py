@@ -2,7 +2,7 @@
 
     @check("1.1", "Naive GEMM", forbids=MATMUL, largest=1)
     def gemm_naive(gemm_naive, seed=None):
-        expect_close(gemm_naive(a, b), a @ b, ...)  # this call, as every other one, keeps to the rule or fails
+        expect_close(gemm_naive(a, b), a @ b, ...)  # every call keeps to the rule, or the check fails
 
 The code runs under two modes of torch, and only operators that run count. The dispatch mode sees every operator below
 autograd: `a @ b` and `F.linear` as `aten.mm`, `einsum` as `aten.bmm`, and the operators of compiled functions. Under

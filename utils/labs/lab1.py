@@ -87,7 +87,7 @@ def show_machine() -> None:
 
 
 def first_try(time_work: Callable) -> None:
-    """Call the student's first function on a pretend device, and say what it timed."""
+    """Call the student's first function on a pretend device, and say whether it timed the work."""
     took = time_work(Queue())
     if took < 49:
         print(
@@ -98,7 +98,7 @@ def first_try(time_work: Callable) -> None:
 
 
 def on_the_ridge(intensity: float, ridge: float) -> None:
-    """Say whether a student's line puts an operation on the ridge, or on which side it stands."""
+    """Say whether an operation in a student's line is on the ridge, left of it, or right of it."""
     side = (
         "✓ on the ridge" if abs(intensity / ridge - 1) < 0.005 else "left of it" if intensity < ridge else "right of it"
     )

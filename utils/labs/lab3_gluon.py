@@ -186,7 +186,7 @@ def tensor_core_share(run) -> float:
 
 
 def draw_slider(text: str, keys=(32, 64, 128), slots=(1, 2, 3), head_dims=(64, 128)) -> None:
-    """Show the timeline of Question 5.2's kernel under three sliders. This draws all pictures now, before a slider moves."""
+    """Show the timeline of Question 5.2's kernel under three sliders; all pictures are drawn before."""
     choices = {"keys a block": keys, "slots": slots, "head dimension": head_dims}
     controls = "".join(
         f'<label style="margin-right:2em">{name} ({", ".join(map(str, values))}) '
@@ -248,7 +248,7 @@ def plot_shares(shares: dict[str, float]) -> None:
 
 def play(what: str, text: str, launch: Launch) -> None:
     """Simulate a kernel that may be wrong; print the report, draw the timeline up to it, and compare with the guess."""
-    for seed in (None, 1, 2):  # the cost model's own timing, and two others
+    for seed in (None, 1, 2):  # the cost model's own timing, and two more timings
         report, run = simulate_failure(text, launch, seed=seed)
         if report:
             break
@@ -422,7 +422,7 @@ def plot_owner(owner) -> None:
 
 
 def count_fences(file: str, launch: Launch) -> dict | None:
-    """Count the fences in machine code of a kernel with and without fences in its text; None without a compiler."""
+    """Compile a kernel with and without its fences, and count the fences in machine code; None without a compiler."""
     if not offline_compile_support():
         return print(offline_compile_support().reason)
     text = text_of(file)

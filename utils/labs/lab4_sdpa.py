@@ -38,7 +38,7 @@ from utils.visualization.style import CARD
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes a line at each start and stop
 device = default_device()
 on_gpu = device.type == "cuda"
-dtype = torch.bfloat16 if on_gpu else torch.float32  # of what is timed; what is compared in bits is bf16 everywhere
+dtype = torch.bfloat16 if on_gpu else torch.float32  # the dtype of timed calls; calls whose bits are compared use bf16
 dtype_name = "bf16" if on_gpu else "fp32"
 
 BACKEND_OF = {  # the operator that tells which backend computed a call
@@ -194,7 +194,7 @@ def ask_the_door() -> list[dict]:
 
 
 def load_grid(which: str = "grid") -> pd.DataFrame:
-    """Return a sweep of SDPA's four backends on an H200 (recorded): "grid" or "held-out". Shapes are numbered."""
+    """Return the table "grid" or "held-out": SDPA's four backends on an H200. A column has the shape's number."""
     document = json.loads((H200 / "sdpa_grid.json").read_text(encoding="utf-8"))
     machine = document["environment"]
     print(f"Recorded on {machine['gpu']}, torch {machine['torch']}, cuDNN {machine['cudnn']}. Not measured here.")
@@ -239,7 +239,7 @@ def log_axes(ax, x_ticks, y_ticks=(1, 1.5, 2, 3, 5, 10, 30, 100), **labels) -> N
 
 
 def plot_traces(paths: Mapping[str, Path]) -> None:
-    """Draw the last step of each backend's trace, one above the other."""
+    """Draw the last step of each backend's trace, in a panel for each backend."""
     figure, axes = plt.subplots(len(paths), 1, figsize=(9, 3.2 * len(paths)), squeeze=False)
     for (backend, path), ax in zip(paths.items(), axes[:, 0], strict=True):
         plot_timeline(session.inside_of_last(path, "ProfilerStep#"), ax=ax, title=f"{backend} ({path.name})")
@@ -280,7 +280,7 @@ def plot_slowdowns(grid: pd.DataFrame) -> None:
     """Draw the time of each backend over the best time, with a panel for each kind of call."""
     timed = grid[grid["status"] == "ok"]
     timed = timed.assign(slowdown=timed["ms"] / timed.groupby("shape")["ms"].transform("min"))
-    beside = {"math": 0.82, "flash": 0.92, "efficient": 1.0, "cudnn": 1.09}  # so points of a shape do not overlap
+    beside = {"math": 0.82, "flash": 0.92, "efficient": 1.0, "cudnn": 1.09}  # moves a shape's points apart
     markers = {64: "o", 128: "s", 256: "^"}
     panels = {"training": timed["kind"] == "training", "prefill": timed["kind"] == "prefill"}
     for queries, title in ((1, "decode, 1 query"), (4, "decode, 4 queries")):

@@ -148,7 +148,7 @@ def plot_bars(tables: Mapping[str, pd.DataFrame], columns: Sequence[str], label:
 
 
 def inside_of_last(trace: str | Path, name: str, without: str = "") -> list[TraceEvent]:
-    """Return the events of a trace inside of the last event whose name begins with `name`, without a prefix."""
+    """Return the events inside of a trace's last event whose name begins with `name`; remove the prefix `without`."""
     events = read_trace(trace)
     call = [event for event in events if event.name.startswith(name)][-1]
     inside = [event for event in events if event != call and call.start_us <= event.start_us <= call.end_us]

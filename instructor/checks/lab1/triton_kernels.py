@@ -73,7 +73,7 @@ def _run(source: str, kernel: str, entry: str, case: tuple, name: str, most: int
         most: the length of the largest block.
         products: the number of products of tiles that each program has to compute.
     """
-    # Searched in the text, because a `raise` in a compiled kernel never reaches Python.
+    # This looks for the `raise` in the text, because in a compiled kernel it never reaches Python.
     if raises_not_implemented(source):
         raise NotImplementedError
     file = f"{kernel.replace('_kernel', '_triton')}.py"

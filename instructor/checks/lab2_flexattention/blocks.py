@@ -154,7 +154,7 @@ def block_sparse_attention(block_sparse_attention, seed=None):
 
 
 def _expect_wide_inside(block_sparse_attention, draw: Draw) -> None:
-    """Assert that the answer computes in float32 for bf16 inputs: rounded scores and weights give a larger error."""
+    """Assert that the answer computes in float32 for bf16 inputs. Rounded scores or weights give a larger error."""
     s = 256
     q, k, v = (draw.normal(1, 2, s, 16, dtype=torch.bfloat16) for _ in range(3))
     block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, s, s, device="cpu", BLOCK_SIZE=32)

@@ -170,7 +170,7 @@ def buckets(bucketed_attention, seed=None):
     for tokens in (sizes[0] - 3, sizes[0] - 1, sizes[0], sizes[1], sizes[2] - 1):
         attend, calls = record_calls()
         q, k, v = (draw.normal(2, 2, tokens, 4) for _ in range(3))
-        k = k - 1.0  # the scores differ clearly from those of padding
+        k = k - 1.0  # the scores differ clearly from scores of padding
         k[:, :, 1] = 0.0  # a key that looks like padding, but is a key
         mod = expect_bucket(bucketed_attention, attend, calls, (q, k, v), shuffled)
         bucket = calls[0][0][2]

@@ -12,7 +12,7 @@ from utils.checking import check
 from utils.checking.labs.lab2_flexattention.blocks import arrivals, layout_of
 from utils.checking.masks import expect_mask, expect_program
 
-SLACK = 1.15  # times the blocks of a layout by conversation and position, instructions first or last
+SLACK = 1.15  # largest ratio to the blocks of a layout by conversation and position, instructions first or last
 
 
 def _visible_pairs(conversation, position, window) -> dict[str, torch.Tensor]:

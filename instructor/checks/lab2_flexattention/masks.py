@@ -108,7 +108,7 @@ def _stripes(period: int, of_keys: bool):
 
 @check("2.3", "both and either")
 def compositions(both, either, seed=None):
-    """Check the pairs that all masks allow, and those that at least one allows."""
+    """Check the pairs that all masks allow, and the pairs that at least one mask allows."""
     draw = Draw(seed)
     sq, sk = draw.sizes(2, 10, 24)
     mods = [

@@ -124,7 +124,7 @@ def repeat_table(grid: pd.DataFrame, draw: Draw, copies: int = 60) -> pd.DataFra
 
 
 def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, float]]:
-    """Return {key of an answer: {hint: the number that the mistake leads to}} for Question 6.1."""
+    """Return the known mistakes in Question 6.1: {key of an answer: {hint: the number that the mistake leads to}}."""
     timed, loss = _rows_with_time(grid), default_slowdown(grid)
     decode = timed[timed["kind"] == "decode"]
     cudnn = decode[decode["backend"] == "cudnn"]

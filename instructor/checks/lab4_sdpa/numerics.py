@@ -159,7 +159,7 @@ def distinct_results(distinct_results, seed=None):
 
 @check("Bonus 5.5", "FP8 with scales")
 def fp8(quantize_fp8, dequantize_fp8, seed=None):
-    """Check shapes, ranges, exact scales, zeros, incomplete blocks, and errors: they may be those of the format."""
+    """Check shapes, ranges, exact scales, zeros, incomplete blocks, and that errors are those of the format."""
     draw = Draw(seed)
     for block, dtype, s in (
         (None, torch.float32, draw.choice((32, 35))),

@@ -108,7 +108,7 @@ def check_gemm_tiled(gemm_tiled):
 
 
 class Queue:
-    """A device that accepts work at once and finishes it later; it logs the calls and the waits, with their times."""
+    """A device that accepts work immediately and finishes it later. It logs the times of calls and waits."""
 
     def __init__(self, work_ms: Sequence[float] = (), older_ms: float = 0.0):
         self.work_ms, self.busy_until = list(work_ms), time.perf_counter() + older_ms / 1e3

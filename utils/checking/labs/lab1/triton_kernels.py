@@ -40,7 +40,7 @@ def run_cases(
                 raise ValueError(f"a block of {run.longest}, and the largest here has {most}: work block by block")
             results[name] = output, [sum(event.kind == "dot" for event in events) for events in run.programs()]
     except (Exception, SystemExit) as error:
-        report = getattr(error, "report", None)  # these belong to the simulator
+        report = getattr(error, "report", None)  # only errors of the simulator have a report
         words = str(report).replace("gl.", "tl.") if report else f"{type(error).__name__}: {error}"
         raise AssertionError(f"the kernel failed{place}: {words}") from None
     return results

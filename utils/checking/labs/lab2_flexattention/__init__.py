@@ -1,4 +1,4 @@
-"""The visible checks of lab 2; each raises an exception if the answer is wrong, with advice."""
+"""The visible checks of lab 2. If the answer is wrong, a check raises an exception with advice."""
 
 from utils.checking.labs.lab2_flexattention.blocks import *  # noqa: F403
 from utils.checking.labs.lab2_flexattention.kernels import *  # noqa: F403

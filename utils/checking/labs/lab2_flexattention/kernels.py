@@ -253,7 +253,7 @@ def check_at_positions(at_positions):
 
 
 def expect_no_constants(at_positions, mask_mod, positions: torch.Tensor) -> None:
-    """Assert that new positions run the same operators. A Python number would be an argument of an operator."""
+    """Assert that new positions run the same operators with the same arguments, so that no position is a constant."""
     steps = []
     for starts in (positions, positions + 1, positions * 3 + 100):
         mod = at_positions(mask_mod, starts)

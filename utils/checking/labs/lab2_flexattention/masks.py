@@ -239,7 +239,7 @@ def check_windows_and_sinks(window_per_head, sinks_and_window):
         "Index the windows with h: b is the sequence.": tables[1],
     }
     for h, rows in enumerate(tables):
-        outside = (1, 2, 0)[h], 0  # the query whose window begins at key 1; (0, 0) if all windows hold key 0
+        outside = (1, 2, 0)[h], 0  # the window of this query begins at key 1, where there is such a query
         probes = {(0, 1): "It has to be causal too.", outside: "The query's own key is one of the window."}
         mistakes = {hint: other for hint, other in hints.items() if other != rows}
         expect_mask(mod, rows, what, probes=probes, b=1, h=h, mistakes=mistakes)

@@ -16,8 +16,8 @@ from utils.gluon_cpu.timeline import Event
 
 Ring = Callable[[int, int], Try]  # returns the launch for a number of slots and a number of tiles
 MOST_REPAIRS = 6
-SUMS: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3}  # of squares in fp32
-PRODUCTS: dict[str, Any] = {"rtol": 1e-2, "atol": 2e-2}  # in 16 bits
+SUMS: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3}  # tolerance of sums of squares in fp32
+PRODUCTS: dict[str, Any] = {"rtol": 1e-2, "atol": 2e-2}  # tolerance of outputs in 16 bits
 
 
 def demand(condition: bool, words: str) -> None:
@@ -126,7 +126,7 @@ def tma_ring(text: str, tries: Iterable[Try], ring: Ring, slots: tuple[int, ...]
 
 
 def full_ring(text: str, ring: Ring, slots: tuple[int, ...], copies: int, share: float, words: str) -> None:
-    """Assert that a ring of 8 tiles keeps its slots filled, and that three slots beat one.
+    """Assert that a ring of 8 tiles uses all its slots, and that three slots are faster than one slot.
 
     Args:
         text: the text of the student's file.

@@ -80,7 +80,7 @@ def expect_errors(errors, out, inputs: tuple, causal: bool, exact: dict[str, tor
         errors: the answer.
         out: the output.
         inputs: q, k and v.
-        causal: whether the output is meant to be causal.
+        causal: whether the output should be causal.
         exact: references in float64: {"": the right reference, hint: a reference with this mistake}.
         what: the output, in words.
     """
