@@ -18,6 +18,7 @@ import nbformat
 
 from instructor.build import ROOT, Built
 from utils.files import write_whole
+from utils.validation import UserError, first_line
 
 CONFIG = """\
 c = get_config()
@@ -26,7 +27,7 @@ c.Execute.timeout = {timeout}  # seconds for one cell
 """
 
 
-class CourseError(RuntimeError):
+class CourseError(UserError):
     """An nbgrader command failed; carries its output."""
 
 
@@ -85,13 +86,17 @@ class Course:
         """Nbgrader's gradebook, open for reading and writing."""
         _import_nbgrader()
         from nbgrader.api import Gradebook
+        from sqlalchemy.exc import SQLAlchemyError
 
         os.environ["PATH"] = _path_with_scripts()
         self._drop_empty_database()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # SQLAlchemy's warnings about nbgrader
-            with Gradebook(self.database, "labs") as gradebook:
-                yield gradebook
+            try:
+                with Gradebook(self.database, "labs") as gradebook:
+                    yield gradebook
+            except SQLAlchemyError as error:  # a full disk, another program that holds it, a damaged file
+                raise CourseError(f"{self.root}/gradebook.db cannot be used: {first_line(error)}.") from None
 
     def _drop_empty_database(self) -> None:
         """Remove the empty file that stays when the disk is full; nbgrader would take it for a gradebook without a version."""

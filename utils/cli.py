@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from utils.bench.cli import app as bench
-from utils.bench.terminal import errors_as_lines, show_table, steps_shown
+from utils.bench.terminal import Commands, show_table, steps_shown
 from utils.files import ROOT
 from utils.progress.record import (
     BY_HAND,
@@ -34,7 +34,9 @@ from utils.progress.record import (
     summary,
 )
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="The GPU efficiency labs: check, open, measure.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, help="The GPU efficiency labs: check, open, measure."
+)
 
 app.add_typer(bench, name="bench", help="List, run, compare and check benchmarks.")
 
@@ -83,10 +85,9 @@ def open_lab(
     """Open JupyterLab on a lab; without a display, print the address to open elsewhere."""
     from utils.server import forwarding_command, free_port, has_display, jupyter_command
 
-    with errors_as_lines(ProgressError):
-        notebook = find_lab(lab)
-        folder = class_folder(course) if instructor else ROOT
-        keep_original(notebook)
+    notebook = find_lab(lab)
+    folder = class_folder(course) if instructor else ROOT
+    keep_original(notebook)
     if port is None and "JUPYTER_PORT" not in os.environ:
         port = free_port()
     where = "in your browser" if has_display() else "at the address below: open it in a browser"
@@ -129,7 +130,7 @@ def check_lab(
     timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 300,
 ) -> None:
     """Run a copy of a lab and its visible checks here; print the table of points; status 1 if a check did not pass."""
-    with errors_as_lines(ProgressError), steps_shown(remaining=True) as show:
+    with steps_shown(remaining=True) as show:
         notebook = find_lab(lab)
         show(step := f"running {notebook.name}")
         executed = run_checks(notebook, timeout, lambda done, total: show(step, done, total))
@@ -153,18 +154,16 @@ def _said(part: Part) -> str:
 @app.command("progress")
 def show_progress() -> None:
     """Say which points the visible checks gave so far, in all labs."""
-    with errors_as_lines(ProgressError):
-        for notebook in sorted(ROOT.glob("lab*.ipynb")):
-            found = parts(read_notebook(notebook), read_record(notebook))
-            typer.echo(f"{notebook.stem:20} {summary(found)}")
+    for notebook in sorted(ROOT.glob("lab*.ipynb")):
+        found = parts(read_notebook(notebook), read_record(notebook))
+        typer.echo(f"{notebook.stem:20} {summary(found)}")
 
 
 @app.command("reset")
 def reset_lab(lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning.")]) -> None:
     """Start a lab again; the old work is kept in out/backup."""
-    with errors_as_lines(ProgressError):
-        notebook = find_lab(lab)
-        backup = reset(notebook)
+    notebook = find_lab(lab)
+    backup = reset(notebook)
     typer.echo(f"{notebook.name} starts again. Your old work: {backup.relative_to(ROOT)}")
 
 

@@ -96,9 +96,13 @@ def test_reset_without_an_original_changes_nothing(course):
 
 
 def test_a_file_that_is_no_notebook_is_one_sentence(course):
-    course.write_text("{")
-    with pytest.raises(progress.ProgressError, match="is no notebook"):
-        progress.read_notebook(course)
+    for text in ("{", "[" * 100_000, '{"cells": []}', '{"cells": [{"cell_type": "code", "metadata": {}}]}'):
+        course.write_text(text)
+        with pytest.raises(progress.ProgressError, match="is no notebook"):
+            progress.read_notebook(course)
+    course.write_text(json.dumps({"nbformat": 6, "cells": [cell("first")]}))
+    with pytest.raises(progress.ProgressError, match="format 4"):
+        progress.run_checks(course, 2)
 
 
 SMALL = {
@@ -231,3 +235,12 @@ def test_a_cell_without_end_is_one_sentence(tmp_path, monkeypatch):
     path.write_text(json.dumps({**SMALL, "cells": [cell("first"), cell("", f"{needs}while True: pass")]}))
     with pytest.raises(progress.ProgressError, match=r"`while True: pass` of .* took longer than 2 s"):
         progress.run_checks(path, 2)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_a_run(tmp_path):
+    path = tmp_path / "lab9.ipynb"
+    interrupt = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(9)"
+    path.write_text(json.dumps({**SMALL, "cells": [cell("first", interrupt)]}))
+    with pytest.raises(KeyboardInterrupt):
+        progress.run_checks(path, 60)

@@ -55,7 +55,7 @@ class Record:
         self.contents = {"what": what, "environment": environment(device), **method, "complete": False}
 
     def fill(self, points: Iterable, measure: Callable, show: Callable[[dict], str], table: str = "rows") -> None:
-        """Measure each point, print its row and save the file; stop when the time is over.
+        """Measure each point, the first one in any case, print its row and save the file; stop when the time is over.
 
         Args:
             points: what `measure` takes, one for each row.
@@ -65,7 +65,7 @@ class Record:
         """
         rows = self.contents.setdefault(table, [])
         for point in points:
-            if time.monotonic() - self.began > self.seconds:
+            if rows and time.monotonic() - self.began > self.seconds:
                 print(f"stopped after {self.seconds:g} s, before the table was complete")
                 self.stopped = True
                 return

@@ -26,11 +26,11 @@ def read_date(text: str, zone: tzinfo) -> datetime:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # dateutil only warns of a time zone that it does not know, and drops it
             when = parser.parse(" ".join(words) if named else text)
+            return in_utc(when if when.tzinfo else when.replace(tzinfo=named or zone))
     except (ValueError, OverflowError, Warning):
         raise GradingError(
             f"{text!r} is no date: write it as 2026-12-01 23:59 +0100, or with a time zone, as 2026-12-01 23:59 Europe/Berlin."
         ) from None
-    return in_utc(when if when.tzinfo else when.replace(tzinfo=named or zone))
 
 
 def in_utc(when: datetime) -> datetime:

@@ -142,7 +142,7 @@ def load_record(course: Course, lab: str, student: str, key: str | None) -> Subm
         fields = json.loads(path.read_text(encoding="utf-8"))
         made_from = fields.pop("key")
         return SubmissionResult.from_json(fields) if key in (made_from, None) else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -160,7 +160,7 @@ def arrivals(root: Path, lab: str) -> dict[str, Arrival]:
         return {}
     try:
         return {s: Arrival(**fields) for s, fields in json.loads(record.read_text(encoding="utf-8")).items()}
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return {}
 
 
