@@ -85,7 +85,7 @@ class Course:
     def gradebook(self) -> Iterator:
         """Nbgrader's gradebook, open for reading and writing."""
         _import_nbgrader()
-        from nbgrader.api import Gradebook
+        from nbgrader.api import Gradebook, InvalidEntry
         from sqlalchemy.exc import SQLAlchemyError
 
         os.environ["PATH"] = _path_with_scripts()
@@ -95,7 +95,7 @@ class Course:
             try:
                 with Gradebook(self.database, "labs") as gradebook:
                     yield gradebook
-            except SQLAlchemyError as error:  # a full disk, another program that holds it, a damaged file
+            except (SQLAlchemyError, InvalidEntry) as error:  # a full disk, another program that holds it, a damaged file
                 raise CourseError(f"{self.root}/gradebook.db cannot be used: {first_line(error)}.") from None
 
     def _drop_empty_database(self) -> None:

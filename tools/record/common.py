@@ -96,8 +96,11 @@ def to_text(contents: dict) -> str:
 
 
 def read_record(path: Path) -> dict:
-    """Read a recorded file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Read a recorded file; end the script with a sentence where it is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {path} is no recorded file: {error}") from None
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
