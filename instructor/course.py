@@ -95,7 +95,10 @@ class Course:
             try:
                 with Gradebook(self.database, "labs") as gradebook:
                     yield gradebook
-            except (SQLAlchemyError, InvalidEntry) as error:  # a full disk, another program that holds it, a damaged file
+            except (
+                SQLAlchemyError,
+                InvalidEntry,
+            ) as error:  # a full disk, another program that holds it, a damaged file
                 raise CourseError(f"{self.root}/gradebook.db cannot be used: {first_line(error)}.") from None
 
     def _drop_empty_database(self) -> None:
@@ -115,11 +118,6 @@ class Course:
     def submit(self, lab: str, student: str, notebook: str) -> None:
         """Add a student's notebook, given as text."""
         write_whole(self.root / "submitted" / student / lab / f"{lab}.ipynb", notebook)
-
-    def grade(self, lab: str) -> dict[str, dict[str, Score]]:
-        """Autograde all submissions; returns {student: {id of a graded cell: Score}}."""
-        self.nbgrader("autograde", lab, "--force")
-        return self.scores(lab)
 
     def scores(self, lab: str) -> dict[str, dict[str, Score]]:
         """{student: {id of a graded cell: Score}} of a lab, as the gradebook has it now."""

@@ -120,7 +120,7 @@ def test_a_lab_is_named_in_full_or_by_its_beginning(name):
 
 
 def test_a_name_that_fits_several_labs_names_them():
-    with pytest.raises(cli.ProgressError, match="lab could be lab1 or lab2_flexattention"):
+    with pytest.raises(cli.UserError, match="'lab' could be lab1 or lab2_flexattention"):
         cli.find_lab("lab")
 
 
@@ -133,7 +133,7 @@ def test_an_instructors_server_starts_in_the_folder_of_the_class(tmp_path, monke
     assert cli.class_folder(None) == tmp_path / "labs" / "course"
     assert cli.class_folder(tmp_path / "labs" / "spring27") == tmp_path / "labs" / "spring27"
     for folder, why in (("elsewhere", "is not below"), ("labs", "has no nbgrader_config.py")):
-        with pytest.raises(cli.ProgressError, match=why):
+        with pytest.raises(cli.UserError, match=why):
             cli.class_folder(tmp_path / folder)
 
 

@@ -17,6 +17,16 @@ class UserError(Exception):
     """A problem that the user can solve: the text says what was given, what is allowed, and what to do next."""
 
 
+def lab_named(given: str, labs: list[str]) -> str:
+    """Return the lab that is named in full or by its beginning, such as lab3; UserError if none is, or several are."""
+    stem = given.removesuffix(".ipynb")
+    found = [lab for lab in labs if lab == stem] or [lab for lab in labs if stem and lab.startswith(stem)]
+    if len(found) != 1:
+        problem = f"{given!r} could be {' or '.join(found)}" if found else f"there is no lab {given!r}"
+        raise UserError(f"{problem}; the labs are: {', '.join(labs) or 'none'}.")
+    return found[0]
+
+
 def did_you_mean(given: object, allowed: Iterable[str]) -> str:
     """Return " Did you mean X?", whatever its case, or "" if no allowed name is close to the given one."""
     names = {name.lower(): name for name in allowed}

@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from instructor.grading.submission.results import GradingError
-from instructor.source import LabError
 from utils.bench.terminal import STOPPED
+from utils.validation import UserError
 
 app = typer.Typer()
 
@@ -35,7 +35,7 @@ def _name(lab: str) -> str:
 
     try:
         return Path(lab).stem if lab.endswith(".py") else lab_path(lab).stem
-    except LabError:
+    except UserError:
         return Path(lab).stem
 
 

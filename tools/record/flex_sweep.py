@@ -236,11 +236,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("table", choices=("sweep", "promise", "plot"))
     parser.add_argument("--read", type=Path, help="plot: the recorded sweep")
     options = parser.parse_args(arguments)
-    if options.out is None:
-        parser.error("--out names the file to write")
     if options.table == "plot":
-        if options.read is None:
-            parser.error("plot needs --read, the sweep's JSON file.")
+        if options.read is None or options.out is None:
+            parser.error("plot needs --read, the sweep's JSON file, and --out, the picture.")
         plot(options.read, options.out)
         return
     device = default_device()

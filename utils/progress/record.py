@@ -40,25 +40,15 @@ class ProgressError(UserError):
 
 @dataclass(frozen=True)
 class Part:
-    """One graded cell of a lab.
+    """One graded cell of a lab."""
 
-    Attributes:
-        name: its id in the notebook, such as "q1_1_tests".
-        question: number of its question, such as "1.1".
-        title: title of the question, and which part of it where it has several checks.
-        points: what the cell is worth.
-        bonus: whether these are bonus points.
-        state: one of CHECKED, or BY_HAND.
-        message: first line of what the check said, "" if it said nothing.
-    """
-
-    name: str
-    question: str
-    title: str
-    points: float
-    bonus: bool
-    state: str
-    message: str
+    name: str  # its id in the notebook, such as "q1_1_tests"
+    question: str  # number of its question, such as "1.1"
+    title: str  # of the question, and which part of it where it has several checks
+    points: float  # what the cell is worth
+    bonus: bool  # whether these are bonus points
+    state: str  # one of CHECKED, or BY_HAND
+    message: str  # first line of what the check said, "" if it said nothing
 
 
 @dataclass(frozen=True)
@@ -253,9 +243,7 @@ def run_checks(path: Path, timeout: int, step: Callable[[int, int], None] = lamb
         ) from None
     except DeadKernelError:
         raise ProgressError(f"the kernel died while {path.name} ran: `labs doctor` says what runs here.") from None
-    executed = OUT / f"{path.stem}_checked.ipynb"
-    write_whole(executed, nbformat.writes(notebook))
-    return read_notebook(executed)
+    return json.loads(nbformat.writes(notebook))
 
 
 def is_untouched(notebook: dict[str, Any]) -> bool:

@@ -80,11 +80,12 @@ def _embedded(address: str) -> str:
 def question_titles(lab: str) -> dict[str, str]:
     """The titles of a lab's questions, from its source; empty for a lab whose source is not here."""
     from instructor.points import find_questions, lab_path
-    from instructor.source import LabError, read_lab
+    from instructor.source import read_lab
+    from utils.validation import UserError
 
     try:
         return {question.key: question.title for question in find_questions(read_lab(lab_path(lab)))}
-    except LabError:
+    except UserError:
         return {}
 
 
