@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tools.record import attention_ratios, backward, flex_sweep, sdpa_grid
-from tools.record.common import Record, arguments_parser, machine_name, read_record, to_text
+from tools.record.common import Record, arguments_parser, read_record, to_text
 from utils.files import ROOT
 
 
@@ -33,7 +33,7 @@ def test_every_row_is_saved_and_the_end_is_marked(tmp_path, capsys):
     record.finish()
     written = read_record(path)
     assert written["complete"] and written["pairs"] == 3 and written["rows"][-1] == {"n": 3, "square": 9}
-    assert written["environment"]["torch"] and machine_name(written)
+    assert written["environment"]["torch"]
     assert "3 -> 9" in capsys.readouterr().out
 
 
@@ -62,7 +62,6 @@ def test_recorded_tables_can_still_be_read_shown_and_averaged():
     ladder = read_record(results / "h200" / "attention_ladder.json")
     assert all("step" in attention_ratios.show(row) for row in ladder["rows"])
     assert all("gluon" in attention_ratios.show(row) for row in ratios["rows"])
-    assert machine_name(ratios) == "NVIDIA H200"
     for path in (results / "cpu" / "flex_sweep.json", results / "h200" / "flex_promise.json"):
         assert all(flex_sweep.show(row) for row in read_record(path)["rows"])
 

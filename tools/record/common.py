@@ -108,12 +108,6 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def machine_name(record: dict) -> str:
-    """Name the machine of a record: its GPU, or its CPU where there is no GPU."""
-    where = record["environment"]
-    return where.get("gpu") or where.get("cpu") or "CPU"
-
-
 def save_picture(figure: Any, path: Path) -> None:
     """Write a matplotlib figure, without the date if the file is an SVG, and say where."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,12 +23,13 @@ from pathlib import Path
 
 import torch
 
-from tools.record.common import Record, arguments_parser, machine_name, read_record, relative_difference, save_picture
+from tools.record.common import Record, arguments_parser, read_record, relative_difference, save_picture
 from utils.attention import AttentionUnsupported, Prepared, find_backend, make_problem, masks, prepare, reference
 from utils.attention.backends.flex import triton_options
 from utils.attention.choosing import rank_backends
 from utils.attention.masks.sparsity import Sparsity, sparsity
 from utils.attention.problem import NO_OPTIONS
+from utils.bench.results import machine_name
 from utils.bench.workload import DTYPES
 from utils.benchmark.measuring import compare
 from utils.machine.device import default_device
