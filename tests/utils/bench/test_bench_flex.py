@@ -42,8 +42,6 @@ def test_checklist_1_captures_the_eager_versus_compiled_delta_and_stores_artifac
     assert 1.0 < low <= case["comparison"]["speedup"] <= high and case["comparison"]["verdict"] == "faster"
     for side in ("baseline", "optimized"):
         assert len(case["sides"][side]["samples_ms"]) == 12 and case["verification"][side]["whole"] < 1e-5
-    for name in ("results.json", "report.md"):
-        assert (folder / "small" / name).stat().st_size > 0
     assert json.loads((folder / "small" / "results.json").read_text())["cases"][0]["label"] == case["label"]
     assert exit_code(document) == 0
 
