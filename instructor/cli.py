@@ -79,15 +79,16 @@ def points(
 ) -> None:
     """Print each lab's table of questions and points, or put it into a README."""
     from instructor.points import lab_path, points_table, put_points_table
+    from utils.files import write_whole
 
     tables = {path.stem: points_table(path.stem) for path in map(lab_path, _names(labs))}
     if readme is None:
         typer.echo("\n\n".join(f"{name}\n\n{table}" for name, table in tables.items()))
         return
-    text = readme.read_text(encoding="utf-8")
+    text = readme.read_text(encoding="utf-8", errors="surrogateescape")  # what is not UTF-8 stays as it is
     for name, table in tables.items():
         text = put_points_table(text, name, table)
-    readme.write_text(text, encoding="utf-8")
+    write_whole(readme, text.encode(errors="surrogateescape"))
 
 
 @app.command()

@@ -54,7 +54,7 @@ class Course:
         self.root.mkdir(parents=True, exist_ok=True)
         config = self.root / "nbgrader_config.py"
         if not config.exists():
-            config.write_text(CONFIG.format(timeout=timeout), encoding="utf-8")
+            write_whole(config, CONFIG.format(timeout=timeout))
 
     @property
     def database(self) -> str:

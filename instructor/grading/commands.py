@@ -140,10 +140,11 @@ def _found(course, built, roster: Path | None, archive: Path | None, zone: tzinf
     from instructor.grading.class_.intake import submissions, take_in
     from instructor.grading.submission.harmless import for_terminal
     from instructor.points import counted
+    from utils.files import write_whole
 
     if roster is not None:
         known = people.read_roster(roster)
-        people.roster_path(course).write_bytes(roster.read_bytes())
+        write_whole(people.roster_path(course), roster.read_bytes())
         typer.echo(f"{len(known)} people in the roster")
     if archive is not None:
         intake = take_in(archive, course.root, built.name, zone)

@@ -17,6 +17,7 @@ from instructor.grading.class_.report import Student
 from instructor.grading.submission.harmless import with_policy
 from instructor.grading.submission.plan import question_of, question_title
 from instructor.points import answers_wait, number_text
+from utils.files import write_whole
 
 _LIST = re.compile(r"<h4>[^<]*</h4>\s*<div id=\"toc\">.*?</div>", re.DOTALL)
 _ENTRY = re.compile(r"<a href=\"#([\w-]+)\">[^<]*</a> \(Score:")
@@ -98,4 +99,4 @@ def finish_pages(folder: Path, lab: str, students: list[Student]) -> None:
             continue
         student = known.get(path.parts[-3])
         page = with_policy(page) if student is None else finished_page(page, lab, student, titles)
-        path.write_text(page, encoding="utf-8")
+        write_whole(path, page)
