@@ -108,7 +108,7 @@ def test_a_file_that_is_no_notebook_is_one_sentence(course):
 SMALL = {
     "nbformat": 4,
     "nbformat_minor": 5,
-    "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3"}},
+    "metadata": {"kernelspec": {"name": "conda-env-mine-py", "display_name": "Mine"}},
     "cells": [
         cell("", "from utils.checking import Verdict"),
         cell("q1_1_tests", "Verdict('1.1', True).raise_if_wrong()", grade=True, points=3),

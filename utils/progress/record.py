@@ -209,8 +209,9 @@ def notebook_client(notebook: Any, folder: Path, timeout: int, **hooks: Any) -> 
 
     # An encrypted connection to the kernel, where it can be had: without it each kernel warns on the terminal.
     config = Config({"KernelManager": {"transport_encryption": "auto"}} if zmq.has("curve") else {})
-    resources = {"metadata": {"path": str(folder)}}
-    return Client(notebook, timeout=timeout, allow_errors=True, resources=resources, config=config, **hooks)
+    # This Python's own kernel, whichever the notebook was saved with.
+    options: dict = {"kernel_name": "python3", "resources": {"metadata": {"path": str(folder)}}, "config": config}
+    return Client(notebook, timeout=timeout, allow_errors=True, **options, **hooks)
 
 
 def run_checks(path: Path, timeout: int, step: Callable[[int, int], None] = lambda done, total: None) -> dict[str, Any]:
