@@ -96,8 +96,7 @@ def test_make_lab_serves_lab1(served):
 @pytest.mark.parametrize("name", ["lab9", "", "../lab1", "/elsewhere/lab1.ipynb"])
 def test_an_unknown_lab_names_those_that_are_here(name):
     result = CliRunner().invoke(cli.app, ["open", name])
-    assert result.exit_code == 2
-    assert f"there is no lab {name!r}" in result.stderr and "lab1" in result.stderr
+    assert result.exit_code == 2 and f"there is no lab {name!r}" in result.stderr and "lab1" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,15 @@ def repository_address() -> str:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file in one step: readers find the old or the new file, never a part, even if the run is killed."""
-    data = content.encode() if isinstance(content, str) else content
+    data, place = content.encode() if isinstance(content, str) else content, path.resolve()  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # /dev/stdout or a pipe, in whose place no file may come
         path.write_bytes(data)
         return
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    part = place.with_name(f".{place.name}.{secrets.token_hex(8)}.part")
     try:
         part.write_bytes(data)
-        os.replace(part, path)
+        os.replace(part, place)
     except OSError as error:
         raise type(error)(error.errno, error.strerror, str(path)) from None  # the caller's name, not the part's
     finally:
