@@ -86,11 +86,7 @@ def open_lab(
 
 
 def class_folder(course: Path | None) -> Path:
-    """Return the folder in which an instructor's server starts. nbgrader reads the class from this folder.
-
-    Args:
-        course: the folder of a class, made by `labs grade`; by default the folder `course`, or the labs' folder if there is no class.
-    """
+    """Return the folder in which an instructor's server starts: `course`, made by `labs grade`, or the labs' folder without a class."""
     folder = (course or ROOT / "course").resolve()
     if not (folder / "nbgrader_config.py").is_file():
         if course is None:
