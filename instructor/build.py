@@ -18,7 +18,7 @@ from nbformat import NotebookNode
 from instructor.hints import fill_hints
 from instructor.points import Question, fill_points, find_questions
 from instructor.source import REGIONS, Cell, Lab, LabError, parse_code, read_lab
-from utils.files import ROOT, repository_address
+from utils.files import ROOT, repository_address, write_whole
 
 CANARY_LENGTH = 16  # in characters; shorter lines, such as `return c`, give nothing away
 QUOTE_LENGTH = 32  # a public line may not contain a secret line of at least this length
@@ -184,8 +184,7 @@ def write_files(files: dict[Path, str]) -> list[Path]:
     """Write the files that differ from their text, and return their paths."""
     changed = [path for path, text in files.items() if not _is_current(path, text)]
     for path in changed:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(files[path].encode())
+        write_whole(path, files[path])
     return changed
 
 

@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from instructor.grading.commands import app as grading
-from instructor.grading.commands import errors_as_text
 from instructor.grading.reports import app as reports
 from instructor.source import LabError
+from utils.bench.terminal import Commands
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Build the labs' notebooks from their sources.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, help="Build the labs' notebooks from their sources."
+)
 app.registered_commands.extend([*grading.registered_commands, *reports.registered_commands])
 
 Names = Annotated[list[str] | None, typer.Argument(help="Labs by name, such as lab1; all of them if left out.")]
@@ -28,7 +30,6 @@ def _names(labs: list[str] | None) -> list[str]:
 
 
 @app.command()
-@errors_as_text
 def build(
     labs: Names = None,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a notebook is out of date.")] = False,
@@ -70,7 +71,6 @@ def build(
 
 
 @app.command()
-@errors_as_text
 def points(
     labs: Names = None,
     readme: Annotated[
@@ -79,19 +79,19 @@ def points(
 ) -> None:
     """Print each lab's table of questions and points, or put it into a README."""
     from instructor.points import lab_path, points_table, put_points_table
+    from utils.files import write_whole
 
     tables = {path.stem: points_table(path.stem) for path in map(lab_path, _names(labs))}
     if readme is None:
         typer.echo("\n\n".join(f"{name}\n\n{table}" for name, table in tables.items()))
         return
-    text = readme.read_text(encoding="utf-8")
+    text = readme.read_text(encoding="utf-8", errors="surrogateescape")  # what is not UTF-8 stays as it is
     for name, table in tables.items():
         text = put_points_table(text, name, table)
-    readme.write_text(text, encoding="utf-8")
+    write_whole(readme, text.encode(errors="surrogateescape"))
 
 
 @app.command()
-@errors_as_text
 def demo(
     labs: Names = None,
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("out/demo"),

@@ -18,6 +18,7 @@ import nbformat
 
 from instructor.build import ROOT, Built
 from utils.files import write_whole
+from utils.validation import UserError, first_line
 
 CONFIG = """\
 c = get_config()
@@ -26,7 +27,7 @@ c.Execute.timeout = {timeout}  # seconds for one cell
 """
 
 
-class CourseError(RuntimeError):
+class CourseError(UserError):
     """An nbgrader command failed; carries its output."""
 
 
@@ -53,7 +54,7 @@ class Course:
         self.root.mkdir(parents=True, exist_ok=True)
         config = self.root / "nbgrader_config.py"
         if not config.exists():
-            config.write_text(CONFIG.format(timeout=timeout), encoding="utf-8")
+            write_whole(config, CONFIG.format(timeout=timeout))
 
     @property
     def database(self) -> str:
@@ -84,14 +85,21 @@ class Course:
     def gradebook(self) -> Iterator:
         """Nbgrader's gradebook, open for reading and writing."""
         _import_nbgrader()
-        from nbgrader.api import Gradebook
+        from nbgrader.api import Gradebook, InvalidEntry
+        from sqlalchemy.exc import SQLAlchemyError
 
         os.environ["PATH"] = _path_with_scripts()
         self._drop_empty_database()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # SQLAlchemy's warnings about nbgrader
-            with Gradebook(self.database, "labs") as gradebook:
-                yield gradebook
+            try:
+                with Gradebook(self.database, "labs") as gradebook:
+                    yield gradebook
+            except (
+                SQLAlchemyError,
+                InvalidEntry,
+            ) as error:  # a full disk, another program that holds it, a damaged file
+                raise CourseError(f"{self.root}/gradebook.db cannot be used: {first_line(error)}.") from None
 
     def _drop_empty_database(self) -> None:
         """Remove the empty file that stays when the disk is full; nbgrader would take it for a gradebook without a version."""
@@ -110,11 +118,6 @@ class Course:
     def submit(self, lab: str, student: str, notebook: str) -> None:
         """Add a student's notebook, given as text."""
         write_whole(self.root / "submitted" / student / lab / f"{lab}.ipynb", notebook)
-
-    def grade(self, lab: str) -> dict[str, dict[str, Score]]:
-        """Autograde all submissions; returns {student: {id of a graded cell: Score}}."""
-        self.nbgrader("autograde", lab, "--force")
-        return self.scores(lab)
 
     def scores(self, lab: str) -> dict[str, dict[str, Score]]:
         """{student: {id of a graded cell: Score}} of a lab, as the gradebook has it now."""

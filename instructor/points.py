@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from instructor.source import Cell, Lab, LabError, find_regions, read_lab
+from utils.validation import lab_named
 
 LABS = Path(__file__).resolve().parent / "labs"
 
@@ -197,12 +198,7 @@ _HEADER = "# ---\n# jupyter:\n"  # Jupytext begins a notebook in Python with thi
 
 def lab_path(name: str, labs: Path | None = None) -> Path:
     """Return the source of a lab, by its name or the beginning of its name, such as lab4 or lab4_sdpa.ipynb."""
-    stem, known = name.removesuffix(".ipynb"), lab_names(labs)
-    found = [lab for lab in known if lab == stem] or [lab for lab in known if stem and lab.startswith(stem)]
-    if len(found) != 1:
-        problem = f"{name!r} could be {' or '.join(found)}" if found else f"there is no lab {name!r}"
-        raise LabError([f"{problem}; the labs are: {', '.join(known) or 'none'}."])
-    return (labs or LABS) / f"{found[0]}.py"
+    return (labs or LABS) / f"{lab_named(name, lab_names(labs))}.py"
 
 
 def lab_names(labs: Path | None = None) -> list[str]:

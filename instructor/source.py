@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from utils.validation import UserError
+
 SCHEMA_VERSION = 3  # the version of nbgrader's cell metadata
 KEYS = ("grade_id", "grade", "solution", "locked", "task", "points")
 GRADE_ID = re.compile(r"[a-zA-Z0-9_\-]+")  # nbgrader accepts these ids
@@ -25,7 +27,7 @@ CHECKS = Path(__file__).resolve().parent / "checks"  # the hidden checks, a pack
 JUPYTEXT_KEYS = ("lines_to_next_cell", "lines_to_end_of_cell_marker", "cell_marker")
 
 
-class LabError(ValueError):
+class LabError(UserError):
     """A lab that cannot be built, with one sentence for each problem."""
 
     def __init__(self, problems: list[str]):

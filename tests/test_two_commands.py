@@ -96,8 +96,7 @@ def test_make_lab_serves_lab1(served):
 @pytest.mark.parametrize("name", ["lab9", "", "../lab1", "/elsewhere/lab1.ipynb"])
 def test_an_unknown_lab_names_those_that_are_here(name):
     result = CliRunner().invoke(cli.app, ["open", name])
-    assert result.exit_code == 2
-    assert f"there is no lab {name!r}" in result.stderr and "lab1" in result.stderr
+    assert result.exit_code == 2 and f"there is no lab {name!r}" in result.stderr and "lab1" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -119,11 +118,6 @@ def test_a_lab_is_named_in_full_or_by_its_beginning(name):
     assert cli.find_lab(name) == ROOT / "lab3_gluon.ipynb"
 
 
-def test_a_name_that_fits_several_labs_names_them():
-    with pytest.raises(cli.ProgressError, match="lab could be lab1 or lab2_flexattention"):
-        cli.find_lab("lab")
-
-
 def test_an_instructors_server_starts_in_the_folder_of_the_class(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "ROOT", tmp_path / "labs")
     assert cli.class_folder(None) == tmp_path / "labs", "no class yet"
@@ -133,7 +127,7 @@ def test_an_instructors_server_starts_in_the_folder_of_the_class(tmp_path, monke
     assert cli.class_folder(None) == tmp_path / "labs" / "course"
     assert cli.class_folder(tmp_path / "labs" / "spring27") == tmp_path / "labs" / "spring27"
     for folder, why in (("elsewhere", "is not below"), ("labs", "has no nbgrader_config.py")):
-        with pytest.raises(cli.ProgressError, match=why):
+        with pytest.raises(cli.UserError, match=why):
             cli.class_folder(tmp_path / folder)
 
 

@@ -1,13 +1,12 @@
 """How much a student reads before, between and after the answers of each lab, counted in the students' notebooks.
 
-    python tools/reading.py [NOTEBOOK ...]
+    python tools/reading.py
 
 Words are those with a letter or a digit in prose that is not folded (`<details>`); hints, points and rules in a fold do not count.
 """
 
 import re
 import statistics
-import sys
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -79,7 +78,7 @@ def read(notebook: Path) -> Reading:
 
 def main() -> None:
     """Print a line for each notebook."""
-    paths = [Path(name) for name in sys.argv[1:]] or sorted(ROOT.glob("lab*.ipynb"))
+    paths = sorted(ROOT.glob("lab*.ipynb"))
     print(f"{'':24}" + "".join(f"{field.name.replace('_', ' '):>21}" for field in fields(Reading)))
     for path in paths:
         print(f"{path.stem:24}" + "".join(f"{value:>21,}" for value in astuple(read(path))))

@@ -2,13 +2,11 @@
 
     python -m tools.versions                    both environments: tests, then the table of the kernels
     python -m tools.versions --only newest      one of them
-    python -m tools.versions --keep             leave the environments there, for looking closer
-    python -m tools.versions --reuse tests/utils    take the environments that --keep has left, and run these tests only
 
-Each environment is made anew in build/versions, with the newest versions of all other packages in their ranges; torch comes
-with its CUDA libraries, about 6 GB an environment, because there is no CPU wheel of every release. What each test said is in
-build/versions/*.xml, a file for each piece of the tests; the table of registers and spills goes to assets/results/kernel_versions.json. This is
-`make test-versions`; it takes about half an hour.
+Each environment is made anew in build/versions, with the newest versions of all other packages in their ranges, and stays
+there, so that a piece of the tests can be run in it. torch comes with its CUDA libraries, about 6 GB an environment, because
+there is no CPU wheel of every release. What each test said is in build/versions/*.xml; the table of registers and spills goes to
+assets/results/kernel_versions.json. This is `make test-versions`; it takes about half an hour.
 """
 
 from __future__ import annotations
@@ -41,7 +39,8 @@ def requirements(which: str) -> list[str]:
 def make_environment(which: str) -> Path:
     """Create an environment from nothing and return its Python."""
     folder = FOLDER / which
-    shutil.rmtree(folder, ignore_errors=True)
+    for old in (folder, FOLDER / f"{which}-make"):
+        shutil.rmtree(old, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
     settings = subprocess.run(
@@ -68,50 +67,30 @@ def prepare_make(which: str, environment: dict[str, str]) -> None:
     subprocess.run(["make", "-s", "env"], cwd=ROOT, env=environment, check=True)
 
 
-def check_environment(python: Path, which: str, pieces: list[str]) -> bool:
-    """Compile the kernels and run all tests, or run these files and folders of tests alone; return whether everything passed."""
+def check_environment(python: Path, which: str) -> bool:
+    """Compile the kernels and run all tests; return whether everything passed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
-    name = "-".join([which, *(Path(piece).stem for piece in pieces)])
     kernels = [python, "-m", "tools.record.kernel_assembly", "--out", FOLDER / f"{which}.json"]
-    quick = ["-m", "not slow and not overnight and not gpu", f"--junitxml={FOLDER / name}.xml"]
+    quick = ["-m", "not slow and not overnight and not gpu", f"--junitxml={FOLDER / which}.xml"]
     parallel = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
-    tests = [python, "-m", "pytest", *parallel, *quick, *(pieces or ["tests"])]
+    tests = [python, "-m", "pytest", *parallel, *quick, "tests"]
     prepare_make(which, environment)
-    commands = [tests] if pieces else [kernels, tests]
-    return all([subprocess.run(command, cwd=ROOT, env=environment).returncode == 0 for command in commands])
+    return all([subprocess.run(command, cwd=ROOT, env=environment).returncode == 0 for command in (kernels, tests)])
 
 
 def main() -> int:
     """Check the environments and write the table; return 0 if everything passed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=tuple(PINS), help="check one environment")
-    parser.add_argument("tests", nargs="*", help="files and folders of tests; without any, all tests and all kernels")
-    parser.add_argument("--keep", action="store_true", help="leave the environments in build/versions")
-    parser.add_argument("--reuse", action="store_true", help="take an environment that --keep has left, and keep it")
     options = parser.parse_args()
-    if missing := [path for path in options.tests if not (ROOT / path).exists()]:
-        parser.error(f"{', '.join(missing)}: there is no such file. Tests are named from the repository's root.")
     passed = {}
     for which in [options.only] if options.only else PINS:
         print(f"== {which}: {', '.join(requirements(which)[:3])}", flush=True)
-        python = FOLDER / which / "bin" / "python"
-        if not (options.reuse and python.exists()):
-            python = make_environment(which)
-        passed[which] = check_environment(python, which, options.tests)
-        if not options.keep and not options.reuse:
-            for folder in (FOLDER / which, FOLDER / f"{which}-make"):
-                shutil.rmtree(folder, ignore_errors=True)
-    if options.tests:
-        return print_results(passed)
+        passed[which] = check_environment(make_environment(which), which)
     files = sorted(FOLDER.glob("*.json"))
     table = [sys.executable, "-m", "tools.record.kernel_assembly", "table", *files, "--out", TABLE]
     subprocess.run(table, cwd=ROOT, check=True)
-    return print_results(passed)
-
-
-def print_results(passed: dict[str, bool]) -> int:
-    """Print which environments passed; return 0 if all did."""
     print("; ".join(f"{which}: {'passed' if ok else 'FAILED'}" for which, ok in passed.items()))
     return 0 if all(passed.values()) else 1
 

@@ -15,26 +15,14 @@ from typing import Annotated
 import typer
 
 from utils.bench.cli import app as bench
-from utils.bench.terminal import errors_as_lines, show_table, steps_shown
+from utils.bench.terminal import Commands, show_table, steps_shown
 from utils.files import ROOT
-from utils.progress.record import (
-    BY_HAND,
-    FAILED,
-    PASSED,
-    Part,
-    ProgressError,
-    keep_original,
-    keep_outcomes,
-    outcomes_of,
-    parts,
-    read_notebook,
-    read_record,
-    reset,
-    run_checks,
-    summary,
-)
+from utils.progress import record
+from utils.validation import UserError, lab_named
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="The GPU efficiency labs: check, open, measure.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, help="The GPU efficiency labs: check, open, measure."
+)
 
 app.add_typer(bench, name="bench", help="List, run, compare and check benchmarks.")
 
@@ -55,16 +43,10 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the repor
 
 
 def find_lab(name: str) -> Path:
-    """Return the notebook of a lab, given its name or the beginning of its name, such as lab3; raise ProgressError otherwise."""
+    """Return the notebook of a lab, given its name or the beginning of its name, such as lab3; raise UserError otherwise."""
     # Do not remove other folders from the name: a notebook elsewhere is not a lab of this course.
-    stem = name.removeprefix("./").removesuffix(".ipynb")
-    labs = sorted(path.stem for path in ROOT.glob("lab*.ipynb"))
-    found = [lab for lab in labs if lab == stem] or [lab for lab in labs if stem and lab.startswith(stem)]
-    if len(found) != 1:
-        present = ", ".join(labs) or "none"
-        problem = f"{name} could be {' or '.join(found)}" if found else f"there is no lab {name!r} in {ROOT}"
-        raise ProgressError(f"{problem}; the labs here are: {present}.")
-    return ROOT / f"{found[0]}.ipynb"
+    lab = lab_named(name.removeprefix("./"), sorted(path.stem for path in ROOT.glob("lab*.ipynb")))
+    return ROOT / f"{lab}.ipynb"
 
 
 @app.command("open")
@@ -83,10 +65,9 @@ def open_lab(
     """Open JupyterLab on a lab; without a display, print the address to open elsewhere."""
     from utils.server import forwarding_command, free_port, has_display, jupyter_command
 
-    with errors_as_lines(ProgressError):
-        notebook = find_lab(lab)
-        folder = class_folder(course) if instructor else ROOT
-        keep_original(notebook)
+    notebook = find_lab(lab)
+    folder = class_folder(course) if instructor else ROOT
+    record.keep_original(notebook)
     if port is None and "JUPYTER_PORT" not in os.environ:
         port = free_port()
     where = "in your browser" if has_display() else "at the address below: open it in a browser"
@@ -105,21 +86,14 @@ def open_lab(
 
 
 def class_folder(course: Path | None) -> Path:
-    """Return the folder in which an instructor's server starts. nbgrader reads the class from this folder.
-
-    Args:
-        course: the folder of a class, made by `labs grade`; by default the folder `course`, or the labs' folder if there is no class.
-    """
+    """Return the folder in which an instructor's server starts: `course`, made by `labs grade`, or the labs' folder without a class."""
     folder = (course or ROOT / "course").resolve()
-    problem = None
     if not (folder / "nbgrader_config.py").is_file():
         if course is None:
             return ROOT
-        problem = "has no nbgrader_config.py; `labs grade` makes a class"
-    elif ROOT not in folder.parents:
-        problem = f"is not below {ROOT}, where JupyterLab's files begin: move it there"
-    if problem:
-        raise ProgressError(f"{folder} {problem}.")
+        raise UserError(f"{folder} has no nbgrader_config.py; `labs grade` makes a class.")
+    if ROOT not in folder.parents:
+        raise UserError(f"{folder} is not below {ROOT}, where JupyterLab's files begin: move it there.")
     return folder
 
 
@@ -129,42 +103,40 @@ def check_lab(
     timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 300,
 ) -> None:
     """Run a copy of a lab and its visible checks here; print the table of points; status 1 if a check did not pass."""
-    with errors_as_lines(ProgressError), steps_shown(remaining=True) as show:
+    with steps_shown(remaining=True) as show:
         notebook = find_lab(lab)
         show(step := f"running {notebook.name}")
-        executed = run_checks(notebook, timeout, lambda done, total: show(step, done, total))
-        keep_outcomes(notebook, outcomes_of(executed))
-    found = parts(executed)
+        executed = record.run_checks(notebook, timeout, lambda done, total: show(step, done, total))
+        record.keep_outcomes(notebook, record.outcomes_of(executed))
+    found = record.parts(executed)
     rows = [
         [f"{part.question}{' (bonus)' if part.bonus else ''}", part.title, f"{part.points:g}", _verdict(part)]
         for part in found
     ]
     show_table(["Question", "", "Points", "Visible check"], rows, wrap=["", "Visible check"])
-    typer.echo(f"{summary(found)} Grading also tries other inputs.")
-    if any(part.state not in (PASSED, BY_HAND) and not part.bonus for part in found):
+    typer.echo(f"{record.summary(found)} Grading also tries other inputs.")
+    if any(part.state not in (record.PASSED, record.BY_HAND) and not part.bonus for part in found):
         raise typer.Exit(1)
 
 
-def _verdict(part: Part) -> str:
+def _verdict(part: record.Part) -> str:
     message = re.sub(r"^(Bonus )?(Question )?[\d.]+:? ?", "", part.message)
-    return f"{part.state}: {message}" if part.state == FAILED and message else part.state
+    return f"{part.state}: {message}" if part.state == record.FAILED and message else part.state
 
 
 @app.command("progress")
 def show_progress() -> None:
     """Say which points the visible checks gave so far, in all labs."""
-    with errors_as_lines(ProgressError):
-        for notebook in sorted(ROOT.glob("lab*.ipynb")):
-            found = parts(read_notebook(notebook), read_record(notebook))
-            typer.echo(f"{notebook.stem:20} {summary(found)}")
+    for notebook in sorted(ROOT.glob("lab*.ipynb")):
+        found = record.parts(record.read_notebook(notebook), record.read_record(notebook))
+        typer.echo(f"{notebook.stem:20} {record.summary(found)}")
 
 
 @app.command("reset")
 def reset_lab(lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning.")]) -> None:
     """Start a lab again; the old work is kept in out/backup."""
-    with errors_as_lines(ProgressError):
-        notebook = find_lab(lab)
-        backup = reset(notebook)
+    notebook = find_lab(lab)
+    backup = record.reset(notebook)
     typer.echo(f"{notebook.name} starts again. Your old work: {backup.relative_to(ROOT)}")
 
 
@@ -177,7 +149,6 @@ def mount_plugins() -> None:
         for command in plugin.registered_commands:
             command.rich_help_panel = "For instructors"
         app.registered_commands.extend(plugin.registered_commands)
-        app.registered_groups.extend(plugin.registered_groups)
 
 
 def main() -> None:

@@ -23,11 +23,15 @@ def repository_address() -> str:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file in one step. Readers find the old or the new file, never a part of it, even if the process is killed."""
+    data, place = content.encode() if isinstance(content, str) else content, path.resolve()  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    if path.exists() and not path.is_file():  # a device such as /dev/stdout or a pipe: do not put a file in its place
+        path.write_bytes(data)
+        return
+    part = place.with_name(f".{place.name}.{secrets.token_hex(8)}.part")
     try:
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(part, path)
+        part.write_bytes(data)
+        os.replace(part, place)
     except OSError as error:
         raise type(error)(error.errno, error.strerror, str(path)) from None  # name the caller's file, not the part
     finally:

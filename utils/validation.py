@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+class UserError(Exception):
+    """A problem that the user can solve: the text says what was given, what is allowed, and what to do next."""
+
+
+def lab_named(given: str, labs: list[str]) -> str:
+    """Return the lab that is named in full or by its beginning, such as lab3; UserError if none is, or several are."""
+    stem = given.removesuffix(".ipynb")
+    found = [lab for lab in labs if lab == stem] or [lab for lab in labs if stem and lab.startswith(stem)]
+    if len(found) != 1:
+        problem = f"{given!r} could be {' or '.join(found)}" if found else f"there is no lab {given!r}"
+        raise UserError(f"{problem}; the labs are: {', '.join(labs) or 'none'}.")
+    return found[0]
 
 
 def did_you_mean(given: object, allowed: Iterable[str]) -> str:
@@ -58,10 +73,18 @@ def floating_dtype(dtype: object) -> torch.dtype:
     return dtype
 
 
-def check_callable(caller: str, fn: object) -> None:
-    """Raise TypeError if calling `fn` does nothing; the usual cause is `caller(fn(x))` instead of `caller(fn, x)`."""
+def check_callable(caller: str, fn: object, *arguments: object) -> None:
+    """Raise TypeError if calling `fn`, or calling it with these arguments again and again, does nothing.
+
+    The usual cause is `caller(fn(x))` instead of `caller(fn, x)`; another one is an iterator, which the first call uses up.
+    """
     if not callable(fn) or inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
         raise TypeError(
             f"{caller}() takes a function: fn must be callable, and no generator or coroutine, got {type(fn).__name__}. "
             f"Pass fn and its arguments separately: {caller}(fn, x), not {caller}(fn(x))."
         )
+    if isinstance(fn, functools.partial):
+        arguments = (*arguments, *fn.args, *fn.keywords.values())
+    for one in arguments:
+        if isinstance(one, Iterator) and not hasattr(one, "seek"):  # a file may be read or written again
+            raise TypeError(f"{caller}() got a {type(one).__name__}, which the first call uses up: pass a list.")

@@ -13,12 +13,10 @@ from typing import Annotated
 import typer
 
 from instructor.grading.submission.results import GradingError
-from instructor.source import LabError
-from utils.bench.terminal import errors_as_lines
+from utils.bench.terminal import STOPPED
+from utils.validation import UserError
 
 app = typer.Typer()
-# Decorates a command: what the user can solve is a line, and status 2.
-errors_as_text = errors_as_lines(LabError, GradingError)
 
 Lab = Annotated[str, typer.Argument(help="A lab, in full or by its beginning (lab4), or the path of its source.")]
 CourseFolder = Annotated[Path, typer.Option("--course", help="The folder of the course, with submitted/.")]
@@ -37,12 +35,11 @@ def _name(lab: str) -> str:
 
     try:
         return Path(lab).stem if lab.endswith(".py") else lab_path(lab).stem
-    except LabError:
+    except UserError:
         return Path(lab).stem
 
 
 @app.command()
-@errors_as_text
 def release(
     lab: Lab,
     target: Annotated[Path, typer.Option("--to", help="The folder for the bundle.")] = Path("build/release"),
@@ -63,7 +60,6 @@ def release(
 
 
 @app.command()
-@errors_as_text
 def grade(
     lab: Lab,
     course_folder: CourseFolder = Path("course"),
@@ -95,7 +91,7 @@ def grade(
             f"{course_folder} is no folder: name the course's with --course, or take in a zip with --zip."
         )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several torch processes on few cores slow each other down tenfold
-    with _errors_as_lines(course_folder), only_grader(course_folder, _name(lab)):
+    with _interrupts_as_line(), only_grader(course_folder, _name(lab)):
         from instructor.course import Course
         from instructor.grading.class_.cluster import grade_class
         from instructor.grading.class_.late import set_due_date
@@ -129,22 +125,13 @@ def grade(
 
 
 @contextmanager
-def _errors_as_lines(folder: Path) -> Iterator[None]:
-    """Print what stops a command as one line that says what to do, and leave with status 2."""
-    from sqlalchemy.exc import SQLAlchemyError
-
-    from instructor.course import CourseError
-
+def _interrupts_as_line() -> Iterator[None]:
+    """Say after Ctrl-C how to go on, and leave with status 130."""
     try:
         yield
     except KeyboardInterrupt:
         typer.echo("interrupted: what was graded is in the gradebook; run the same command again to go on", err=True)
-        raise typer.Exit(130) from None
-    except CourseError as error:
-        raise GradingError(str(error)) from None
-    except (OSError, SQLAlchemyError) as error:  # a full disk, a folder or a gradebook that may not be written
-        why = str(error).partition("\n")[0]
-        raise GradingError(f"{folder} cannot be written: {why}. What was graded until then is kept.") from None
+        raise typer.Exit(STOPPED) from None
 
 
 def _found(course, built, roster: Path | None, archive: Path | None, zone: tzinfo, only: list[str] | None) -> list:
@@ -153,10 +140,11 @@ def _found(course, built, roster: Path | None, archive: Path | None, zone: tzinf
     from instructor.grading.class_.intake import submissions, take_in
     from instructor.grading.submission.harmless import for_terminal
     from instructor.points import counted
+    from utils.files import write_whole
 
     if roster is not None:
         known = people.read_roster(roster)
-        people.roster_path(course).write_bytes(roster.read_bytes())
+        write_whole(people.roster_path(course), roster.read_bytes())
         typer.echo(f"{len(known)} people in the roster")
     if archive is not None:
         intake = take_in(archive, course.root, built.name, zone)
@@ -204,7 +192,6 @@ def _report(summary, course, lab: str) -> None:
 
 
 @app.command()
-@errors_as_text
 def feedback(
     lab: Lab,
     course_folder: CourseFolder = Path("course"),

@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
-from instructor.grading.commands import CourseFolder, Lab, _build, _course, _name, errors_as_text
+from instructor.grading.commands import CourseFolder, Lab, _build, _course, _name
 from instructor.grading.submission.results import GradingError
 
 app = typer.Typer()
 
 
 @app.command()
-@errors_as_text
 def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     """Write how many got what of each question, the commonest mistakes, and a picture of both."""
     from instructor.grading.class_.report import WORDS, as_csv, class_of, class_picture, statistics_rows
@@ -37,7 +36,6 @@ def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
 
 
 @app.command()
-@errors_as_text
 def similar(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     """Name the submissions whose code is alike, the lab's own code left out. A person has to look at each pair."""
     from importlib import import_module
@@ -69,7 +67,6 @@ def similar(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
 
 
 @app.command()
-@errors_as_text
 def export(
     lab: Annotated[str | None, typer.Argument(help="A lab by name; needed for every form but nbgrader's.")] = None,
     course_folder: CourseFolder = Path("course"),
@@ -97,7 +94,6 @@ def export(
 
 
 @app.command()
-@errors_as_text
 def formgrader(
     course_folder: CourseFolder = Path("course"),
     port: Annotated[int, typer.Option(help="The port of the server.", min=1, max=65535)] = 8890,
@@ -125,7 +121,6 @@ def formgrader(
 
 
 @app.command()
-@errors_as_text
 def race(lab: Lab = "lab3_gluon", course_folder: CourseFolder = Path("course")) -> None:
     """Time the class's kernels of lab 3, Question 5.3, on this machine's GPU, each call with fresh inputs and checked."""
     from contextlib import closing

@@ -16,6 +16,7 @@ from instructor.cli import app
 from instructor.points import lab_names, lab_path, points_table, put_points_table
 from instructor.source import LabError, read_lab
 from tests.instructor.lab_cases import built
+from utils.validation import UserError
 
 FIXTURE_LAB = Path(__file__).parent / "fixture_lab.py"
 HEADER = FIXTURE_LAB.read_text().split("\n\n")[0] + "\n\n"
@@ -401,11 +402,8 @@ def test_check_command_finds_an_edited_notebook(house):
 
 def test_a_lab_goes_by_its_beginning():
     assert lab_path("lab4") == lab_path("lab4_sdpa.ipynb") == lab_path("lab4_sdpa")
-    with pytest.raises(LabError, match=r"'lab' could be lab1 or lab2_.*; the labs are: lab1, lab2_"):
+    with pytest.raises(UserError, match=r"'lab' could be lab1 or lab2_.*; the labs are: lab1, lab2_"):
         lab_path("lab")
-    for name in ("", "4", "../lab1"):
-        with pytest.raises(LabError, match="there is no lab"):
-            lab_path(name)
 
 
 def test_a_kernel_that_a_cell_wrote_is_no_lab(lab_file):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tools.record import attention_ratios, backward, flex_sweep, sdpa_grid
-from tools.record.common import Record, arguments_parser, machine_name, read_record, to_text
+from tools.record.common import Record, arguments_parser, read_record, to_text
 from utils.files import ROOT
 
 
@@ -33,16 +33,15 @@ def test_every_row_is_saved_and_the_end_is_marked(tmp_path, capsys):
     record.finish()
     written = read_record(path)
     assert written["complete"] and written["pairs"] == 3 and written["rows"][-1] == {"n": 3, "square": 9}
-    assert written["environment"]["torch"] and machine_name(written)
+    assert written["environment"]["torch"]
     assert "3 -> 9" in capsys.readouterr().out
 
 
 def test_a_run_out_of_time_says_so_and_without_a_path_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     record = Record(arguments_parser("What.").parse_args(["--seconds", "60"]), "squares")
-    record.fill([1], lambda n: {"n": n}, str)
     record.began -= 61.0
-    record.fill([2], lambda n: {"n": n}, str)
+    record.fill([1, 2], lambda n: {"n": n}, str)  # the first row in any case: a summary of none is an error
     record.finish()
     assert record.contents["rows"] == [{"n": 1}] and not record.contents["complete"]
     assert "before the table was complete" in capsys.readouterr().out
@@ -51,9 +50,6 @@ def test_a_run_out_of_time_says_so_and_without_a_path_nothing_is_written(tmp_pat
 
 def test_options_that_belong_together(capsys):
     assert arguments_parser("What.", pairs=15).parse_args([]).pairs == 15
-    with pytest.raises(SystemExit):
-        flex_sweep.main(["sweep"])
-    assert "--out names the file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         flex_sweep.main(["plot", "--out", "x.svg"])
     assert "--read" in capsys.readouterr().err
@@ -66,7 +62,6 @@ def test_recorded_tables_can_still_be_read_shown_and_averaged():
     ladder = read_record(results / "h200" / "attention_ladder.json")
     assert all("step" in attention_ratios.show(row) for row in ladder["rows"])
     assert all("gluon" in attention_ratios.show(row) for row in ratios["rows"])
-    assert machine_name(ratios) == "NVIDIA H200"
     for path in (results / "cpu" / "flex_sweep.json", results / "h200" / "flex_promise.json"):
         assert all(flex_sweep.show(row) for row in read_record(path)["rows"])
 

@@ -35,9 +35,9 @@ def test_the_tests_that_call_make_leave_the_users_environment_alone(monkeypatch,
 
     monkeypatch.setattr(versions, "FOLDER", tmp_path)
     monkeypatch.setattr(versions.subprocess, "run", run)
-    assert versions.check_environment(Path("/oldest/bin/python"), "oldest", ["tests"])
-    assert [venv for _, venv in commands] == 2 * [str(tmp_path / "oldest-make")]
-    assert commands[0][0] == ["make", "-s", "env"] and "pytest" in commands[1][0]
+    assert versions.check_environment(Path("/oldest/bin/python"), "oldest")
+    assert [venv for _, venv in commands] == 3 * [str(tmp_path / "oldest-make")]
+    assert commands[0][0] == ["make", "-s", "env"] and "pytest" in commands[2][0]
 
 
 def test_the_recorded_table_has_both_ends_and_every_kernel_compiles():

@@ -52,3 +52,6 @@ def test_a_file_that_cannot_be_written_is_named_as_the_caller_named_it(tmp_path)
     with pytest.raises(IsADirectoryError):
         write_whole(tmp_path / "folder", "{}")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]  # no part is left
+    (tmp_path / "link").symlink_to(tmp_path / "file")  # as /dev/stdout is one
+    write_whole(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"

@@ -96,15 +96,19 @@ def test_reset_without_an_original_changes_nothing(course):
 
 
 def test_a_file_that_is_no_notebook_is_one_sentence(course):
-    course.write_text("{")
-    with pytest.raises(progress.ProgressError, match="is no notebook"):
-        progress.read_notebook(course)
+    for text in ("{", "[" * 100_000, '{"cells": []}', '{"cells": [{"cell_type": "code", "metadata": {}}]}'):
+        course.write_text(text)
+        with pytest.raises(progress.ProgressError, match="is no notebook"):
+            progress.read_notebook(course)
+    course.write_text(json.dumps({"nbformat": 6, "cells": [cell("first")]}))
+    with pytest.raises(progress.ProgressError, match="format 4"):
+        progress.run_checks(course, 2)
 
 
 SMALL = {
     "nbformat": 4,
     "nbformat_minor": 5,
-    "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3"}},
+    "metadata": {"kernelspec": {"name": "conda-env-mine-py", "display_name": "Mine"}},
     "cells": [
         cell("", "from utils.checking import Verdict"),
         cell("q1_1_tests", "Verdict('1.1', True).raise_if_wrong()", grade=True, points=3),
@@ -230,3 +234,12 @@ def test_a_cell_without_end_is_one_sentence(tmp_path, monkeypatch):
     path.write_text(json.dumps({**SMALL, "cells": [cell("first"), cell("", "while True: pass")]}))
     with pytest.raises(progress.ProgressError, match=r"`while True: pass` of .* took longer than 2 s"):
         progress.run_checks(path, 2)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_a_run(tmp_path):
+    path = tmp_path / "lab9.ipynb"
+    interrupt = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(9)"
+    path.write_text(json.dumps({**SMALL, "cells": [cell("first", interrupt)]}))
+    with pytest.raises(KeyboardInterrupt):
+        progress.run_checks(path, 60)

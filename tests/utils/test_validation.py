@@ -28,6 +28,12 @@ def test_a_result_in_place_of_a_function_is_an_error(name):
         getattr(utils, name)(*[len] * (name == "compare"), torch.ones(2))
 
 
+@pytest.mark.parametrize("name", ["measure", "compare", "benchmark_latency", "benchmark_memory"])
+def test_an_iterator_that_the_first_call_would_use_up_is_an_error(name):
+    with pytest.raises(TypeError, match="list_iterator, which the first call uses up"):
+        getattr(utils, name)(*[sum] * (1 + (name == "compare")), iter([1]))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn, torch.bool, "float32", int, 1, float("nan")])
 def test_a_dtype_that_has_no_ordinary_numbers_is_refused(dtype):
     with pytest.raises(ValueError, match=r"^dtype is .*; it must be one of torch\.bfloat16, torch\.float16"):

@@ -1,8 +1,7 @@
-"""Draws the labs' figures: `python -m tools.figures [folder]` writes the SVG files, to `assets/` by default."""
+"""Draws the labs' figures: `python -m tools.figures` writes the SVG files to `assets/`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from tools.figures.attention import decoder_layer, flash_attention, kv_cache
@@ -75,5 +74,5 @@ def main(folder: Path = ROOT / "assets") -> list[Path]:
 
 
 if __name__ == "__main__":
-    for written in main(*map(Path, sys.argv[1:2])):
+    for written in main():
         print(f"{written}  {written.stat().st_size / 1000:.0f} kB")

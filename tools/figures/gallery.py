@@ -1,4 +1,4 @@
-"""The gallery of the README: `python -m tools.figures.gallery [folder]` writes it to `docs/gallery` by default.
+"""The gallery of the README: `python -m tools.figures.gallery` writes it to `docs/gallery`.
 
 Every picture comes from results that are recorded in `assets/results`, or is computed here without a measurement: a mask
 is counted and a timeline is simulated. Each picture says which.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -303,5 +302,5 @@ def main(folder: Path = FOLDER) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for written in main(*map(Path, sys.argv[1:2])):
+    for written in main():
         print(f"{written}  {written.stat().st_size / 1000:.0f} kB")

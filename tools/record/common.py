@@ -55,7 +55,7 @@ class Record:
         self.contents = {"what": what, "environment": environment(device), **method, "complete": False}
 
     def fill(self, points: Iterable, measure: Callable, show: Callable[[dict], str], table: str = "rows") -> None:
-        """Measure each point, print its row and save the file; stop when the time is over.
+        """Measure each point, the first one in any case, print its row and save the file; stop when the time is over.
 
         Args:
             points: what `measure` takes, one for each row.
@@ -65,7 +65,7 @@ class Record:
         """
         rows = self.contents.setdefault(table, [])
         for point in points:
-            if time.monotonic() - self.began > self.seconds:
+            if rows and time.monotonic() - self.began > self.seconds:
                 print(f"stopped after {self.seconds:g} s, before the table was complete")
                 self.stopped = True
                 return
@@ -96,19 +96,16 @@ def to_text(contents: dict) -> str:
 
 
 def read_record(path: Path) -> dict:
-    """Read a recorded file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Read a recorded file; end the script with a sentence where it is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {path} is no recorded file: {error}") from None
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return |a - b| / |b| in the Frobenius norm, computed in float64."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
-def machine_name(record: dict) -> str:
-    """Name the machine of a record: its GPU, or its CPU where there is no GPU."""
-    where = record["environment"]
-    return where.get("gpu") or where.get("cpu") or "CPU"
 
 
 def save_picture(figure: Any, path: Path) -> None:

@@ -23,12 +23,13 @@ from pathlib import Path
 
 import torch
 
-from tools.record.common import Record, arguments_parser, machine_name, read_record, relative_difference, save_picture
+from tools.record.common import Record, arguments_parser, read_record, relative_difference, save_picture
 from utils.attention import AttentionUnsupported, Prepared, find_backend, make_problem, masks, prepare, reference
 from utils.attention.backends.flex import triton_options
 from utils.attention.choosing import rank_backends
 from utils.attention.masks.sparsity import Sparsity, sparsity
 from utils.attention.problem import NO_OPTIONS
+from utils.bench.results import machine_name
 from utils.bench.workload import DTYPES
 from utils.benchmark.measuring import compare
 from utils.machine.device import default_device
@@ -236,11 +237,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("table", choices=("sweep", "promise", "plot"))
     parser.add_argument("--read", type=Path, help="plot: the recorded sweep")
     options = parser.parse_args(arguments)
-    if options.out is None:
-        parser.error("--out names the file to write")
     if options.table == "plot":
-        if options.read is None:
-            parser.error("plot needs --read, the sweep's JSON file.")
+        if options.read is None or options.out is None:
+            parser.error("plot needs --read, the sweep's JSON file, and --out, the picture.")
         plot(options.read, options.out)
         return
     device = default_device()

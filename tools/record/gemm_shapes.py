@@ -152,7 +152,7 @@ def main() -> None:
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, kernels_of(shapes)))  # one process would take a second and more for each
     record.fill(shapes, lambda shape: shape_row(shape, options.pairs), show)
-    record.contents["summary"] = summary(record.contents["rows"]) if record.contents["rows"] else None
+    record.contents["summary"] = summary(record.contents["rows"])
     print(record.contents["summary"])
     record.finish()
 

@@ -71,7 +71,8 @@ def compare(built: Built, count: int, stock: int, jobs: int, timeout: int) -> di
                 stock_course.submit(built.name, student, text)
         stock_course.release(built)
         began = time.perf_counter()
-        stock_scores = stock_course.grade(built.name)
+        stock_course.nbgrader("autograde", built.name, "--force")
+        stock_scores = stock_course.scores(built.name)
         stock_seconds = time.perf_counter() - began
         began = time.perf_counter()
         handed_in = submissions(engine_course.root, built.name)

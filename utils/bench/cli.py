@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from utils.bench.terminal import FAILED, STOPPED, ArtifactsDir, AsJson, RunName, errors_as_lines, show_json, show_table
+from utils.bench.terminal import FAILED, STOPPED, ArtifactsDir, AsJson, Commands, RunName, show_json, show_table
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     help="Benchmarks with a baseline and an optimized side: list, run, compare, report, check.",
@@ -28,8 +29,7 @@ def list_targets(
     """List the targets, and whether each runs on this machine."""
     from utils.bench.targets import describe_targets
 
-    with errors_as_lines():
-        rows = describe_targets(chapter)
+    rows = describe_targets(chapter)
     if as_json:
         show_json(rows)
         return
@@ -108,37 +108,34 @@ def run(
     given["discard"] = discard.split(",") if discard else None
     timing = {name: value for name, value in given.items() if value is not None}
     command = ["labs", "bench", *map(shlex.quote, words)]
-    with errors_as_lines():
-        options = Options(profile, timing, new_run_id() if run_id is None else run_id, artifacts_dir, command=command)
-        swept = Sweep.read(sweep) if sweep else None
-        extra, device = target_extra_arg or [], default_device()
-        plans = plan(names, extra, device, os.environ, sweep=swept, inputs=inputs or (), against=against)
-        if update_expectations:
-            expectations_file(environment()["gpu"])  # raises for a CPU, before anything is timed
-        with steps_shown() as show:
-            runner = Runner(plans, options, device, show)
-            try:
-                document = runner.run()
-            except KeyboardInterrupt:
-                typer.echo(
-                    f"interrupted: {status_text(runner.document)}; what was done is in {options.folder}.", err=True
-                )
-                raise typer.Exit(STOPPED) from None
-        if sweep:
-            for path in write_report(document, options.folder):
-                typer.echo(path, err=True)
-        if as_json:
-            typer.echo(to_json(document), nl=False)
-        else:
-            columns, lines = times_table(document)
-            if lines:
-                show_table(columns, lines)
-            for text in terminal_remarks(document):
-                typer.echo(text)
-        if update_expectations:
-            path, changes = update_file(document)
-            for line in (*changes, f"recorded in {path}"):
-                typer.echo(line, err=as_json)
+    options = Options(profile, timing, new_run_id() if run_id is None else run_id, artifacts_dir, command=command)
+    swept = Sweep.read(sweep) if sweep else None
+    extra, device = target_extra_arg or [], default_device()
+    plans = plan(names, extra, device, os.environ, sweep=swept, inputs=inputs or (), against=against)
+    if update_expectations:
+        expectations_file(environment()["gpu"])  # raises for a CPU, before anything is timed
+    with steps_shown() as show:
+        runner = Runner(plans, options, device, show)
+        try:
+            document = runner.run()
+        except KeyboardInterrupt:
+            typer.echo(f"interrupted: {status_text(runner.document)}; what was done is in {options.folder}.", err=True)
+            raise typer.Exit(STOPPED) from None
+    if sweep:
+        for path in write_report(document, options.folder):
+            typer.echo(path, err=True)
+    if as_json:
+        typer.echo(to_json(document), nl=False)
+    else:
+        columns, lines = times_table(document)
+        if lines:
+            show_table(columns, lines)
+        for text in terminal_remarks(document):
+            typer.echo(text)
+    if update_expectations:
+        path, changes = update_file(document)
+        for line in (*changes, f"recorded in {path}"):
+            typer.echo(line, err=as_json)
     profiles = f", profiles in {options.profiles_dir}" if any(case["profiles"] for case in document["cases"]) else ""
     typer.echo(f"{document['status']}: {status_text(document)}; {options.folder}{profiles}", err=True)
     raise typer.Exit(exit_code(document))
@@ -156,10 +153,9 @@ def compare(
     from utils.bench.comparing import SEPARATE_RUNS, compare_results, comparison_table, notes, write_comparison
     from utils.bench.results import load_results
 
-    with errors_as_lines():
-        first, second = load_results(a, artifacts_dir), load_results(b, artifacts_dir)
-        rows, different = compare_results(first, second), notes(first, second)
-        written = [] if output is None else write_comparison(first, second, rows, output)
+    first, second = load_results(a, artifacts_dir), load_results(b, artifacts_dir)
+    rows, different = compare_results(first, second), notes(first, second)
+    written = [] if output is None else write_comparison(first, second, rows, output)
     if as_json:
         ids = {"a": first["run_id"], "b": second["run_id"]}
         show_json({**ids, "rows": rows, "notes": different, "files": written})
@@ -182,9 +178,8 @@ def report(
     from utils.bench.report import write_report
     from utils.bench.results import find_results, load_results
 
-    with errors_as_lines():
-        document = load_results(run, artifacts_dir)
-        written = write_report(document, output or find_results(run, artifacts_dir).parent)
+    document = load_results(run, artifacts_dir)
+    written = write_report(document, output or find_results(run, artifacts_dir).parent)
     for path in written:
         typer.echo(path)
 
@@ -195,10 +190,9 @@ def check(run: RunName, artifacts_dir: ArtifactsDir = Path("artifacts"), as_json
     from utils.bench import expectations
     from utils.bench.results import load_results
 
-    with errors_as_lines():
-        document = load_results(run, artifacts_dir)
-        path = expectations.expectations_file(document["environment"].get("gpu"))
-        rows = expectations.check(document, expectations.load_expectations(path))
+    document = load_results(run, artifacts_dir)
+    path = expectations.expectations_file(document["environment"].get("gpu"))
+    rows = expectations.check(document, expectations.load_expectations(path))
     failing = [row for row in rows if row["fails"]]
     if as_json:
         show_json({"expectations": path, "fails": bool(failing), "rows": rows})

@@ -58,7 +58,7 @@ class Schema:
             document = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
-        except ValueError as error:  # also of bytes that are no text
+        except (ValueError, RecursionError) as error:  # also of bytes that are no text
             raise BenchError(f"{path} is truncated or not JSON ({error}). Run again to make a whole one.") from None
         schema = document.get("schema") if isinstance(document, dict) else None
         if schema != self.name:

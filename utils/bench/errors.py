@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from utils.validation import did_you_mean
+from utils.validation import UserError, did_you_mean
 
 
-class BenchError(Exception):
-    """The input cannot be used. The message says what was given, what is allowed, and what to do next."""
+class BenchError(UserError):
+    """The input cannot be used."""
 
 
 class Refused(BenchError):

@@ -318,7 +318,7 @@ class Runner:
         except KeyboardInterrupt:
             record |= {"status": res.INTERRUPTED, "reason": "Ctrl-C; the results so far are kept."}
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # SystemExit: of a function that ends its program
             record["status"], record["reason"] = _failure(error)
             if not isinstance(error, BenchError):
                 record["traceback"] = "".join(traceback.format_exception(error))
@@ -338,7 +338,7 @@ class Runner:
             record |= {"status": res.FAILED, "reason": record["reason"] or self.lost_gpu}
 
 
-def _failure(error: Exception) -> tuple[str, str]:
+def _failure(error: BaseException) -> tuple[str, str]:
     """Return the status and the reason of a case that ended with this exception."""
     if isinstance(error, BenchError):
         return (res.REFUSED if isinstance(error, Refused) else res.FAILED), str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import sys
@@ -11,36 +12,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from utils.bench.errors import BenchError
+from utils.validation import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 FAILED, USAGE, STOPPED = 1, 2, 130  # exit codes: a failed benchmark, wrong input, Ctrl-C
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 ArtifactsDir = Annotated[Path, typer.Option("--artifacts-dir", help="Where runs are kept, each in a folder of its id.")]
 RunName = Annotated[str, typer.Argument(help="A run id, its folder, or a results file.")]
 
 
-@contextlib.contextmanager
-def errors_as_lines(*kinds: type[Exception]) -> Iterator[None]:
-    """Print errors that the user can solve as one line and leave with exit status 2.
+class Commands(TyperGroup):
+    """Commands that say what the user can solve in one line, and end with exit status 2."""
 
-    They are BenchError, OSError for a file that cannot be read or written, and the kinds that are given.
-    """
-    solvable: tuple[type[Exception], ...] = (BenchError, *kinds)
-    try:
-        yield
-    except solvable as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(USAGE) from None
-    except OSError as error:
-        if error.filename is None:
-            raise
-        typer.echo(f"error: {error.filename}: {error.strerror}. Name a folder that you may write to.", err=True)
-        raise typer.Exit(USAGE) from None
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; `OSError` is of a file that cannot be read or written, or of a full disk."""
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            typer.echo(f"error: {error}", err=True)
+        except OSError as error:
+            if error.filename is None and error.errno not in FULL:
+                raise
+            place = "the output" if error.filename is None else error.filename
+            typer.echo(f"error: {place}: {error.strerror}. Name a folder that you may write to.", err=True)
+        raise typer.Exit(USAGE)
 
 
 def console(stderr: bool = False) -> Console:

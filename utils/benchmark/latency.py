@@ -33,10 +33,10 @@ default_schedule = torch.profiler.schedule(wait=1, warmup=3, active=6)
 default_schedule.__doc__ = "Profiler schedule: wait 1 step, warm up 3, record 6; call prof.step() after each step."
 
 
-def _check_arguments(caller: str, fn: Callable, n_warmup: int, n_repeat: int) -> None:
+def _check_arguments(caller: str, fn: Callable, n_warmup: int, n_repeat: int, *arguments: object) -> None:
     whole_number("n_warmup", n_warmup, 0)
     whole_number("n_repeat", n_repeat)
-    check_callable(caller, fn)
+    check_callable(caller, fn, *arguments)
 
 
 def benchmark_latency(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 100, **kwargs) -> float:
@@ -53,7 +53,7 @@ def benchmark_latency(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 1
         n_repeat: timed calls.
         **kwargs: its keyword arguments.
     """
-    _check_arguments("benchmark_latency", fn, n_warmup, n_repeat)
+    _check_arguments("benchmark_latency", fn, n_warmup, n_repeat, *args, *kwargs.values())
     call = functools.partial(fn, *args, **kwargs)
     return measure(call, warmup=n_warmup, iterations=1, calls_per_sample=n_repeat, queue_ahead=False).mean_ms
 
@@ -76,7 +76,7 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
         n_repeat: measured calls.
         **kwargs: its keyword arguments.
     """
-    _check_arguments("benchmark_memory", fn, n_warmup, n_repeat)
+    _check_arguments("benchmark_memory", fn, n_warmup, n_repeat, *args, *kwargs.values())
     device, call = pick_device(None, args, kwargs, fn), functools.partial(fn, *args, **kwargs)
     for _ in range(n_warmup):
         call()

@@ -45,7 +45,7 @@ def measure(fn: Callable, *args, label: str | None = None, **options) -> Measure
             `roofs`, `dtype`, `l2`, `graph`, `max_seconds`, `calls_per_sample`, `queue_ahead`, `discard`. Other keywords go to
             `fn`; for a keyword of `fn` that is also an option here, use `functools.partial`.
     """
-    check_callable("measure", fn)
+    check_callable("measure", fn, *args, *options.values())
     timing, kwargs = _timing(options, args, fn)
     call = Call(fn, args, kwargs, _label(fn) if label is None else str(label))
     return _timed(timing, [call], itertools.repeat((0,)))[0]
@@ -65,8 +65,8 @@ def compare(
     `iterations` counts pairs of samples, in the order a b b a a b b a, which cancels a steady drift; `labels` names a
     and b in the result.
     """
-    check_callable("compare", a)
-    check_callable("compare", b)
+    for fn in (a, b):
+        check_callable("compare", fn, *args, *options.values())
     names = labels or ((_label(a), _label(b)) if _label(a) != _label(b) else ("a", "b"))
     if not isinstance(names, (tuple, list)) or len(names) != 2:
         raise ValueError(f"labels must be two names, of a and of b, got {labels!r}; None takes the functions' names.")

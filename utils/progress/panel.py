@@ -15,26 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utils.progress.record import (
-    BY_HAND,
-    CHANGED,
-    CHECKED,
-    FAILED,
-    NOT_RUN,
-    OPEN,
-    PASSED,
-    Outcome,
-    Part,
-    ProgressError,
-    answer_hashes,
-    keep_outcomes,
-    parts,
-    points,
-    question_of,
-    read_notebook,
-    read_record,
-    summary,
-)
+from utils.progress import record
+from utils.progress.record import BY_HAND, CHANGED, CHECKED, FAILED, NOT_RUN, OPEN, PASSED, Outcome, Part, ProgressError
 
 DISPLAY_ID = "labs-progress"
 _INSTALLED = "LABS_PROGRESS_PANEL"  # the kernel that has the panel; programs that it starts inherit the variable
@@ -91,13 +73,13 @@ class Panel:
         except OSError as error:
             raise ProgressError(f"{self._path}: {error.strerror}") from None
         if saved != self._read:
-            self._notebook, self._read = read_notebook(self._path), saved
+            self._notebook, self._read = record.read_notebook(self._path), saved
             self._names = {
                 cell.get("id"): cell["metadata"].get("nbgrader", {}).get("grade_id", "")
                 for cell in self._notebook["cells"]
             }
         newer = {name: source for name, (ran, source) in self._ran.items() if ran > saved}
-        self.found = parts(self._notebook, read_record(self._path), newer)
+        self.found = record.parts(self._notebook, record.read_record(self._path), newer)
 
     def after_cell(self, result: Any) -> None:
         """Note what a cell did that has run, and show it. IPython calls this after each cell."""
@@ -111,17 +93,17 @@ class Panel:
                 self._home = cell
                 self._look()
                 _display(self.page(), self.text(), first=True)
-            elif question_of(name):
+            elif record.question_of(name):
                 self._look()
                 _display(self.page(), self.text(), first=False)
                 if any(part.name == name and part.state == PASSED for part in self.found):
-                    _display(f'<div style="max-width: 46rem">{self._bar()}</div>', summary(self.found))
+                    _display(f'<div style="max-width: 46rem">{self._bar()}</div>', record.summary(self.found))
         except (ProgressError, OSError):
             return  # the notebook was renamed, or the disk is full: no reason to disturb the lab
 
     def _note(self, name: str, result: Any) -> None:
         """Keep the source of an answer that ran, or the outcome of a check."""
-        question = question_of(name)
+        question = record.question_of(name)
         checks = {part.name for part in self.found if part.state != BY_HAND}
         if question is None:
             return
@@ -129,15 +111,15 @@ class Panel:
             self._ran[name] = (time.time(), result.info.raw_cell)
             return
         # The check saw the answers that ran here, even if the file has a later edit of them that did not run.
-        answer = answer_hashes(self._notebook, {key: source for key, (_, source) in self._ran.items()})
+        answer = record.answer_hashes(self._notebook, {key: source for key, (_, source) in self._ran.items()})
         error = result.error_before_exec or result.error_in_exec
         message = str(error).partition("\n")[0] if error else ""
         outcome = Outcome(PASSED if result.success else FAILED, message, answer.get(question, ""))
-        keep_outcomes(self._path, {name: outcome})
+        record.keep_outcomes(self._path, {name: outcome})
 
     def text(self) -> str:
         """Return the panel as lines of text."""
-        lines = [f"Progress: {summary(self.found)}"]
+        lines = [f"Progress: {record.summary(self.found)}"]
         for state in (*CHECKED, BY_HAND):
             questions = [_number(part) for part in self.found if part.state == state]
             if questions:
@@ -155,10 +137,10 @@ class Panel:
         )
 
     def _bar(self) -> str:
-        got, total = (points(self.found, states, False) for states in ([PASSED], CHECKED))
+        got, total = (record.points(self.found, states, False) for states in ([PASSED], CHECKED))
         share = f"{100 * got / total:.0f}%" if total else "0%"
         return (
-            f"<div><b>Progress:</b> {html.escape(summary(self.found))}</div>"
+            f"<div><b>Progress:</b> {html.escape(record.summary(self.found))}</div>"
             '<div style="height: 6px; margin-top: 6px; border-radius: 3px; background: var(--jp-border-color2, #e0e0e0)">'
             f'<div style="width: {share}; height: 6px; border-radius: 3px; background: {_LOOK[PASSED][1]}"></div></div>'
         )

@@ -8,6 +8,8 @@ edited afterwards. Both survive a restart of the kernel.
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import hashlib
 import json
 import re
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.files import ROOT, write_whole
+from utils.validation import UserError, first_line
 
 OUT = ROOT / "out"
 PASSED, FAILED, NOT_RUN, BY_HAND = "passed", "not passed", "not run", "graded by hand"
@@ -31,31 +34,21 @@ _ID = re.compile(r"(q|bonus_)(\d+)_(\d+)(?:_\w+)?")
 _HEADING = re.compile(r"^#+ (Bonus )?Question (\d+\.\d+): (.*?)(?: \([\d.]+ (?:bonus )?points?\))?$", re.MULTILINE)
 
 
-class ProgressError(Exception):
-    """A problem that the user can solve; its text is one line."""
+class ProgressError(UserError):
+    """A lab or its record cannot be used."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One graded cell of a lab.
+    """One graded cell of a lab."""
 
-    Attributes:
-        name: its id in the notebook, such as "q1_1_tests".
-        question: number of its question, such as "1.1".
-        title: title of the question, and which part of it where it has several checks.
-        points: what the cell is worth.
-        bonus: whether these are bonus points.
-        state: one of CHECKED, or BY_HAND.
-        message: first line of what the check said, "" if it said nothing.
-    """
-
-    name: str
-    question: str
-    title: str
-    points: float
-    bonus: bool
-    state: str
-    message: str
+    name: str  # its id in the notebook, such as "q1_1_tests"
+    question: str  # number of its question, such as "1.1"
+    title: str  # of the question, and which part of it where it has several checks
+    points: float  # what the cell is worth
+    bonus: bool  # whether these are bonus points
+    state: str  # one of CHECKED, or BY_HAND
+    message: str  # first line of what the check said, "" if it said nothing
 
 
 @dataclass(frozen=True)
@@ -71,10 +64,12 @@ def read_notebook(path: Path) -> dict[str, Any]:
     """Read a notebook; raise ProgressError if it is none."""
     try:
         notebook = json.loads(path.read_text(encoding="utf-8"))
-        notebook["cells"][0]["metadata"]
+        for cell in notebook["cells"]:
+            "".join(cell["source"]), cell["metadata"].get, cell["cell_type"]
+        notebook["cells"][0]
     except OSError as error:
         raise ProgressError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise ProgressError(
             f"{path} is no notebook: it may have been saved in part. `labs reset` starts it again."
         ) from None
@@ -91,7 +86,7 @@ def read_record(notebook: Path) -> dict[str, Outcome]:
     try:
         stored = json.loads(record_path(notebook).read_text(encoding="utf-8"))
         return {name: Outcome(**outcome) for name, outcome in stored.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}  # no record, or one of another version: the saved notebook still knows most of it
 
 
@@ -205,10 +200,18 @@ def notebook_client(notebook: Any, folder: Path, timeout: int, **hooks: Any) -> 
     from nbclient import NotebookClient
     from traitlets.config import Config
 
+    class Client(NotebookClient):
+        def _async_cleanup_kernel(self) -> Any:
+            if asyncio.current_task() is None:  # nbclient's handler of Ctrl-C, after which its cells end in errors
+                atexit.unregister(self._cleanup_kernel)  # the kernel ends with its parent
+                raise KeyboardInterrupt
+            return super()._async_cleanup_kernel()
+
     # An encrypted connection to the kernel, where it can be had: without it each kernel warns on the terminal.
     config = Config({"KernelManager": {"transport_encryption": "auto"}} if zmq.has("curve") else {})
-    resources = {"metadata": {"path": str(folder)}}
-    return NotebookClient(notebook, timeout=timeout, allow_errors=True, resources=resources, config=config, **hooks)
+    # This Python's own kernel, whichever the notebook was saved with.
+    options: dict = {"kernel_name": "python3", "resources": {"metadata": {"path": str(folder)}}, "config": config}
+    return Client(notebook, timeout=timeout, allow_errors=True, **options, **hooks)
 
 
 def run_checks(path: Path, timeout: int, step: Callable[[int, int], None] = lambda done, total: None) -> dict[str, Any]:
@@ -223,7 +226,10 @@ def run_checks(path: Path, timeout: int, step: Callable[[int, int], None] = lamb
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
     read_notebook(path)
-    notebook = nbformat.read(path, as_version=4)
+    try:
+        notebook = nbformat.read(path, as_version=4)
+    except Exception as error:  # a newer format, or cells that are none
+        raise ProgressError(f"{path} does not run here: {first_line(error)}. Save it in format 4.") from None
     total = len(notebook.cells)
     client = notebook_client(
         notebook, path.parent, timeout, on_cell_complete=lambda cell, cell_index: step(cell_index + 1, total)
@@ -238,9 +244,7 @@ def run_checks(path: Path, timeout: int, step: Callable[[int, int], None] = lamb
         ) from None
     except DeadKernelError:
         raise ProgressError(f"the kernel died while {path.name} ran: `labs doctor` says what runs here.") from None
-    executed = OUT / f"{path.stem}_checked.ipynb"
-    write_whole(executed, nbformat.writes(notebook))
-    return read_notebook(executed)
+    return json.loads(nbformat.writes(notebook))
 
 
 def is_untouched(notebook: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from instructor.grading.class_.report import Student
 from instructor.grading.submission.harmless import with_policy
 from instructor.grading.submission.plan import question_of, question_title
 from instructor.points import answers_wait, number_text
+from utils.files import write_whole
 
 _LIST = re.compile(r"<h4>[^<]*</h4>\s*<div id=\"toc\">.*?</div>", re.DOTALL)
 _ENTRY = re.compile(r"<a href=\"#([\w-]+)\">[^<]*</a> \(Score:")
@@ -80,11 +81,12 @@ def _embedded(address: str) -> str:
 def question_titles(lab: str) -> dict[str, str]:
     """The titles of a lab's questions, from its source; empty for a lab whose source is not here."""
     from instructor.points import find_questions, lab_path
-    from instructor.source import LabError, read_lab
+    from instructor.source import read_lab
+    from utils.validation import UserError
 
     try:
         return {question.key: question.title for question in find_questions(read_lab(lab_path(lab)))}
-    except LabError:
+    except UserError:
         return {}
 
 
@@ -97,4 +99,4 @@ def finish_pages(folder: Path, lab: str, students: list[Student]) -> None:
             continue
         student = known.get(path.parts[-3])
         page = with_policy(page) if student is None else finished_page(page, lab, student, titles)
-        path.write_text(page, encoding="utf-8")
+        write_whole(path, page)

@@ -49,7 +49,7 @@ def only_grader(root: Path, lab: str) -> Iterator[None]:
 def prepare(course: Course, built: Built) -> None:
     """Add the lab's present version to the gradebook, by nbgrader's own `generate_assignment`."""
     marker = course.root / "grading" / built.name / "assignment.ipynb"
-    if marker.is_file() and marker.read_text(encoding="utf-8") == built.instructor and _is_known(course, built.name):
+    if marker.is_file() and marker.read_bytes() == built.instructor.encode() and _is_known(course, built.name):
         return
     course.release(built)
     write_whole(marker, built.instructor)
@@ -142,7 +142,7 @@ def load_record(course: Course, lab: str, student: str, key: str | None) -> Subm
         fields = json.loads(path.read_text(encoding="utf-8"))
         made_from = fields.pop("key")
         return SubmissionResult.from_json(fields) if key in (made_from, None) else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

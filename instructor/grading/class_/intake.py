@@ -141,7 +141,7 @@ def take_in(archive: Path, root: Path, lab: str, zone: tzinfo | None = None) -> 
                     path = root / "submitted" / student / lab / f"{lab}.ipynb"
                     write_whole(path, data)
                     write_whole(path.parent / "timestamp.txt", f"{arrival.time}\n")
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError) as error:
         raise GradingError(f"{archive} cannot be unpacked: {error}") from None
     if not any(arrival.file for arrival in found.values()):
         raise GradingError(
@@ -160,7 +160,7 @@ def arrivals(root: Path, lab: str) -> dict[str, Arrival]:
         return {}
     try:
         return {s: Arrival(**fields) for s, fields in json.loads(record.read_text(encoding="utf-8")).items()}
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return {}
 
 
@@ -236,7 +236,7 @@ def _choose(file: zipfile.ZipFile, own: list, lab: str, zone: tzinfo) -> tuple[A
     try:
         with file.open(member) as stream:
             data = stream.read(MAX_FILE + 1)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, EOFError) as error:
+    except Exception as error:  # each compression has errors of its own
         return Arrival("", time, late, f"{name} cannot be unpacked: {error}"), None
     if len(data) > MAX_FILE:
         return Arrival("", time, late, f"{name} is larger than {MAX_FILE >> 20} MB"), None

@@ -10,7 +10,8 @@ from traitlets import Float
 from traitlets.config.loader import PyFileConfigLoader
 from traitlets.utils.importstring import import_item
 
-from instructor.course import Course
+from instructor.course import Course, CourseError
+from utils.validation import first_line
 
 DAY = 86_400
 
@@ -46,9 +47,12 @@ def apply_penalties(course: Course, lab: str) -> dict[str, float]:
     As nbgrader's `AssignLatePenalties` does when it grades. A penalty is a share of the points, so it is set again when a
     person has given more of them.
     """
-    config = PyFileConfigLoader("nbgrader_config.py", path=str(course.root)).load_config()
-    chosen = config.AssignLatePenalties.get("plugin_class", LateSubmissionPlugin)
-    plugin = (import_item(chosen) if isinstance(chosen, str) else chosen)(config=config)
+    try:
+        config = PyFileConfigLoader("nbgrader_config.py", path=str(course.root)).load_config()
+        chosen = config.AssignLatePenalties.get("plugin_class", LateSubmissionPlugin)
+        plugin = (import_item(chosen) if isinstance(chosen, str) else chosen)(config=config)
+    except Exception as error:  # whatever is written there
+        raise CourseError(f"{course.root}/nbgrader_config.py cannot be used: {first_line(error)}.") from None
     found = {}
     with course.gradebook() as gradebook:
         for submission in gradebook.assignment_submissions(lab):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,18 +30,18 @@ def export_class(course: Course, lab: str, form: str, to: Path) -> list[str]:
 
 def export_gradebook(course: Course, to: Path) -> list[str]:
     """Write all labs' scores as nbgrader's exporter does; returns what to know before it is uploaded."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with course.gradebook() as gradebook:
+    with course.gradebook() as gradebook, tempfile.TemporaryDirectory() as folder:
         from nbgrader.plugins import CsvExportPlugin
 
-        exporter = CsvExportPlugin(to=str(to))
+        exporter = CsvExportPlugin(to=f"{folder}/grades.csv")
         exporter.log.setLevel("ERROR")
         exporter.export(gradebook)
         waiting = sorted({s.student.id for a in gradebook.assignments for s in a.submissions if s.needs_manual_grade})
-    with to.open(encoding="utf-8", newline="") as file:
-        rows = [[harmless_cell(cell) for cell in row] for row in csv.reader(file)]
-    with to.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)
+        with open(exporter.to, encoding="utf-8", newline="") as file:
+            rows = [[harmless_cell(cell) for cell in row] for row in csv.reader(file)]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    write_whole(to, text.getvalue())
     return [_waiting_note(waiting)] if waiting else []
 
 

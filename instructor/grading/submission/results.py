@@ -6,12 +6,14 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from utils.validation import UserError
+
 if TYPE_CHECKING:
     from instructor.build import Built
     from instructor.grading.sandbox.walls import Limits
 
 
-class GradingError(RuntimeError):
+class GradingError(UserError):
     """Grading itself failed, and not the submission; the message says what to do."""
 
 

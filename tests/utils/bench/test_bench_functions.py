@@ -84,9 +84,9 @@ def test_a_function_of_the_users_own_is_verified_timed_and_swept(folder):
 
 
 def test_a_wrong_function_is_never_timed():
-    _, document = labs_bench("mine:wrong", "--against", "mine:plain", *INPUTS, "--sweep", "n=16")
+    done, document = labs_bench("mine:wrong", "--against", "mine:plain", *INPUTS, "--sweep", "n=16")
     (case,) = document["cases"]
-    assert case["status"] == "failed" and "at row " in case["reason"]
+    assert done.exit_code == 1 and case["status"] == "failed" and not case["sides"] and "at row " in case["reason"]
     assert "(compared with plain in float64) is not the float64 reference's" in case["reason"]
 
 

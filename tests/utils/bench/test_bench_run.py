@@ -32,24 +32,16 @@ def test_a_run_is_never_overwritten(small_run):
         run_cpu(small_run[0], [SDPA], [SMALL])
 
 
-def replaced(monkeypatch, change, side="optimized"):
-    """The SDPA target with one side's call replaced by `change(fn)`."""
+def replaced(monkeypatch, change):
+    """The SDPA target with the optimized side's call replaced by `change(fn)`."""
     target = TARGETS[SDPA]
     build = target.build
 
     def changed(case, which, q, k, v):
         built = build(case, which, q, k, v)
-        return Built(change(built.fn), built.provider, built.implementation) if which == side else built
+        return Built(change(built.fn), built.provider, built.implementation) if which == "optimized" else built
 
     monkeypatch.setattr(target, "build", changed)
-
-
-def test_wrong_outputs_are_never_timed(tmp_path, monkeypatch):
-    replaced(monkeypatch, lambda fn: lambda: fn().flip(1))  # heads permuted
-    document = run_cpu(tmp_path, [SDPA], [SMALL])
-    (case,) = document["cases"]
-    assert case["status"] == "failed" and not case["sides"] and "optimized" in case["reason"]
-    assert exit_code(document) == 1
 
 
 def test_each_case_of_a_sweep_keeps_its_own_profiles(tmp_path):
@@ -59,9 +51,9 @@ def test_each_case_of_a_sweep_keeps_its_own_profiles(tmp_path):
 
 
 def test_an_exception_out_of_memory_and_a_later_case(tmp_path, monkeypatch):
-    calls = iter([torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), ValueError("broken kernel")])
+    calls = iter([torch.OutOfMemoryError("CUDA out of memory"), ValueError("broken kernel"), SystemExit(0)])
 
-    def fail_twice(fn):
+    def fail(fn):
         error = next(calls, None)
 
         def call():
@@ -71,11 +63,11 @@ def test_an_exception_out_of_memory_and_a_later_case(tmp_path, monkeypatch):
 
         return call
 
-    replaced(monkeypatch, fail_twice)
-    for status in ("out of memory", "failed", "ok"):
-        document = run_cpu(tmp_path, [SDPA], [SMALL], run_id=status.replace(" ", "-"))
+    replaced(monkeypatch, fail)
+    for number, status in enumerate(("out of memory", "failed", "failed", "ok")):
+        document = run_cpu(tmp_path, [SDPA], [SMALL], run_id=f"run{number}")
         assert [case["status"] for case in document["cases"]] == [status]
-        assert load_results(tmp_path / status.replace(" ", "-"))["status"] == "complete"
+        assert load_results(tmp_path / f"run{number}")["status"] == "complete"
 
 
 def test_ctrl_c_keeps_what_was_done(tmp_path, monkeypatch):

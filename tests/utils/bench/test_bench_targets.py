@@ -39,8 +39,6 @@ def test_environment_is_read_at_run_time_by_flexattention_alone():
     case = one_case(FLEX, environ=environ)
     assert (case.value("block_size"), case.workload.doc_span) == ("64", 128)
     assert case.value("compile_mode") == "max-autotune-no-cudagraphs"
-    assert case.knobs_record()["block_size"] == {"value": "64", "origin": "environment BLOCK_SIZE"}
-    assert one_case(FLEX, "--block-size 32", environ).value("block_size") == "32"
     assert one_case(FLEX).workload.doc_span == 256
     reading = {name: [knob.env for knob in target.knobs if knob.env] for name, target in TARGETS.items()}
     assert {name: found for name, found in reading.items() if found} == {

@@ -131,7 +131,7 @@ def count_cost(fn: Callable, workload: CallWorkload) -> Cost:
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             results = fn(*tensors, **workload.constants)
-    except Exception:  # a kernel in Triton has no tensors without memory
+    except (Exception, SystemExit):  # a kernel in Triton has no tensors without memory
         return Cost(0, 0)
     written = [one for one in _tuple(results) if isinstance(one, torch.Tensor)]
     return Cost(int(counter.get_total_flops()), sum(tensor.nbytes for tensor in (*tensors, *written)))
@@ -243,8 +243,8 @@ def find_function(name: str) -> Callable:
         sys.path.insert(0, here)
     try:
         found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise BenchError(f"there is no function {name!r}: {first_line(error)}.") from None
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        raise BenchError(f"there is no function {name!r}: {type(error).__name__}: {first_line(error)}.") from None
     if not callable(found):
         raise BenchError(f"{name} is a {type(found).__name__} and no function.")
     return found
