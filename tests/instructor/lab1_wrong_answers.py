@@ -339,7 +339,7 @@ WRONG_ANSWERS = [
         ("l not rescaled", ("l * rescale + tl.sum", "l + tl.sum"), "The sum of the blocks before"),
         ("l of the last block", ("l * rescale + tl.sum", "tl.sum"), "the sum so far is lost"),
         ("accumulator of the last block", ("accumulator * rescale[:, None] + new", "new"), "carried from block"),
-        ("factor turned around", ("tl.exp(m - new_m)", "tl.exp(new_m - m)"), "turned around"),
+        ("factor inverted", ("tl.exp(m - new_m)", "tl.exp(new_m - m)"), "is inverted"),
         ("scores not scaled in Triton", ('input_precision="ieee") * scale', 'input_precision="ieee")'), "square root"),
         ("powers of 2", ("tl.exp(", "tl.exp2("), "powers of 2"),
         ("maximum of the block alone", ("tl.maximum(m, tl.max(scores, 1))", "tl.max(scores, 1)"), "largest score"),

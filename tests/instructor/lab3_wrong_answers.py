@@ -128,7 +128,7 @@ WRONG_ANSWERS = [
         ("one key too many", ("(keys < sk)[None, :]", "(keys <= sk)[None, :]"), "One key too many"),
         ("last key masked", ("(keys < sk)[None, :]", "(keys < sk - 1)[None, :]"), "The last key takes no part"),
         ("keys counted in the block", ("keys = key + gl", "keys = gl"), "counts the keys of each block from 0"),
-        ("alpha turned around", ("alpha = gl.exp2((m - top) * c)", "alpha = gl.exp2((top - m) * c)"), "turned around"),
+        ("alpha inverted", ("alpha = gl.exp2((m - top) * c)", "alpha = gl.exp2((top - m) * c)"), "is inverted"),
         ("powers of e", (("p = gl.exp2(", "p = gl.exp("), ("alpha = gl.exp2(", "alpha = gl.exp(")), "powers of e"),
         ("sum lost", ("total = total * alpha + gl.sum(p, 1)", "total = gl.sum(p, 1)"), "the sum so far is lost"),
         ("maximum over the rows", ("gl.max(s, 1)", "gl.max(s, 0)"), ("layout", "shape")),

@@ -118,7 +118,7 @@ CARRIED = {  # mistakes from block to block, in the kernels of labs 1 and 3
     "Neither the sum nor the output of the blocks before is rescaled when the maximum grows.": Steps(
         rescale_output=0.0, rescale_sum=0.0
     ),
-    "The factor for the blocks before is turned around: it must shrink them when the maximum grows, and they grow.": Steps(
+    "The factor for the blocks before is inverted: when the maximum grows it must shrink them, and they grow.": Steps(
         rescale_output=-1.0, rescale_sum=-1.0
     ),
     "Only the last block is in the sum of each row: the sum so far is lost.": Steps(total="block"),

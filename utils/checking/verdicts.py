@@ -159,7 +159,7 @@ def missing_answer(cell: ast.Module, names: Mapping[str, Any]) -> str | None:
         what = f"This cell needs {label_of(questions[name])} ({name})"
         if name not in names:
             above = "Run the cells above this one first (menu Run, Run All Above Selected Cell)"
-            return f"{what}, and there is no {name}. {above}, mend what ends in an error there, and name your answer {name}."
+            return f"{what}, and there is no {name}. {above}, repair the cells that end in an error, and name your answer {name}."
         if name not in may_wait and not is_answered(names[name]):
             return f"{what}: answer it first."
     return None

@@ -126,8 +126,8 @@ check_bandwidth = small_task(
 check_users = small_task(
     "users of 32768 tokens beside the weights",
     1297,
-    "The bytes that are left, over those of one user's cache, rounded down.",
-    {1299: "They share the memory with the weights, and nobody has half a cache.", 233: "Five of six layers slide."},
+    "Divide the bytes that are left by the bytes of one user's cache, and round down.",
+    {1299: "They share the memory with the weights, and half a cache is useless.", 233: "Five of six layers slide."},
     rel=0,
 )
 check_kernel_us = small_task(

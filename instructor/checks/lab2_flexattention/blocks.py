@@ -44,7 +44,7 @@ def count_blocks(count_blocks, seed=None):
                     mask, block
                 ),
                 "The order is (full, partial, empty).": (empty, partial, full),
-                "Partial are those that are neither full nor empty.": (full, partial + full, empty),
+                "A partial block is neither full nor empty.": (full, partial + full, empty),
                 "A partial block has a visible pair; this counts masked ones.": _counts(~mask, block),
             }.items():
                 if numbers == wrong:
@@ -77,7 +77,7 @@ def promises(block_flops, promised_speedup, document_blocks, seed=None):
                 "Partial blocks are computed whole, not half.": one * many * (full + partial / 2),
                 "Empty blocks are skipped.": one * many * (computed + empty),
                 "A multiply-add is two FLOPs, and there are two products.": one // 2 * many * computed,
-                "The counts are those of one head of one sequence.": one * computed,
+                "The counts are for one head of one sequence.": one * computed,
                 "A block has block x block pairs.": one // block * many * computed,
             },
         )

@@ -57,7 +57,7 @@ def _expect_one_call(attention: _Attention, kv_heads: int, got) -> None:
     heads = attention.calls[0]["key"].shape[1]
     if heads != kv_heads:
         raise AssertionError(
-            f"attend hands {heads} key heads to attention, and k has {kv_heads}: with enable_gqa=True nobody copies keys."
+            f"attend hands {heads} key heads to attention, and k has {kv_heads}: with enable_gqa=True no keys are copied."
         )
     right = attention.result
     if not isinstance(got, torch.Tensor) or got.shape != right.shape or not torch.allclose(got, right):

@@ -40,7 +40,7 @@ def three_masks(causal, sliding_window, prefix_lm, seed=None):
                 "The window is one key too narrow.": (k <= q) & (q - k < w - 1),
                 "It has to be causal too: keys after the query are hidden.": (q - k).abs() < w,
                 "Keys after the query are visible here.": q - k < w,
-                "It is the last keys that are visible, not those before them.": (k <= q) & (q - k >= w),
+                "The last keys are visible, not the keys before them.": (k <= q) & (q - k >= w),
                 "The window counts from the query, not from key 0.": (k <= q) & (k < w),
             },
         )

@@ -55,7 +55,7 @@ def attention_costs(attention_costs, seed=None):
                     b, h, h, sq, sk, d, size, pairs
                 ),
                 "Count FLOPs for query heads.": _costs(b, kv, kv, sq, sk, d, size, pairs),
-                "Queries and outputs have the queries' length, keys and values that of the keys.": (
+                "Queries and outputs have the length of the queries; keys and values have the length of the keys.": (
                     right[0],
                     4 * b * h * sq * d * size,
                     4 * b * h * sq * d * size + 4 * b * h * sq * sk * size,

@@ -90,5 +90,5 @@ def _expect_nothing_beside(pinned_sdpa, backend: str, tensors, options: dict) ->
     if more := sorted(set(Counter(watch.operations) - Counter(own.operations)) - VIEWS):
         raise AssertionError(
             f"pinned_sdpa of {backend}{' with ' if options else ''}{', '.join(options)} runs {', '.join(more)}, and {backend} by itself "
-            "does not. Hand q, k and v on as they are: no copies of the inputs that nobody asked for."
+            "does not. Hand q, k and v on as they are: make no copies of the inputs."
         )

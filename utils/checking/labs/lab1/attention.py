@@ -55,7 +55,7 @@ def expect_attention(standard_attention, q, k, v, what: str, rtol: float, atol: 
     """Assert attention without a mask; the hint names a known mistake."""
     got = standard_attention(q, k, v)
     hint = attention_mistake(got, q, k, v) or (
-        "Which dimension is the softmax over? Is the root that of the last dimension? exp overflows unless the largest score is "
+        "Over which dimension is the softmax? Is the root taken of the last dimension? exp overflows unless the largest score is "
         "subtracted first, as torch.softmax does."
     )
     expect_close(got, attend_in_float64(q, k, v), rtol=rtol, atol=atol, what=f"standard_attention {what}", hint=hint)

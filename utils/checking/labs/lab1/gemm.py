@@ -95,7 +95,7 @@ def check_gemm_tiled(gemm_tiled):
     a, b = torch.arange(40.0).reshape(8, 5) % 7 - 3, torch.arange(30.0).reshape(5, 6) % 5 - 2
     for tiles, hint in (
         ((4, 3, 5), "Every tile is whole here."),
-        ((4, 3, 1), "Is each step along K added to those before it?"),
+        ((4, 3, 1), "Is each step along K added to the sum of the steps before?"),
         ((3, 4, 2), "Look at the tiles at the edges."),
         ((1, 6, 1), "Are rows cut by tile_m, and columns by tile_n?"),
         ((64, 32, 128), "Here the tiles are larger than the matrices."),

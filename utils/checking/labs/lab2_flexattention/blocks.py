@@ -26,7 +26,7 @@ SKIPPING: dict[str, Any] = {
     "title": "Attention that skips",
     "forbids": FUSED_ATTENTION,
     "largest": "the scores of a row of blocks, or q, k or v",
-    "hint": "visit those in the tables, not their filler, and work on the scores of one row of blocks at a time",
+    "hint": "visit the blocks in the tables, not the filler, and work on the scores of one row of blocks at a time",
 }
 
 
@@ -38,7 +38,7 @@ def check_count_blocks(count_blocks):
     for mask, block, expected, what, mistakes in (
         (causal, 2, (5, 2, 1), "a causal mask of 8 x 4", {
             "The order is (full, partial, empty).": (1, 2, 5),
-            "Partial are those that are neither full nor empty.": (5, 7, 1),
+            "A partial block is neither full nor empty.": (5, 7, 1),
             "A partial block counts as full here.": (7, 2, 1),
             "True means visible: full and empty are exchanged.": (1, 2, 5),
         }),
@@ -68,7 +68,7 @@ def check_promises(block_flops, promised_speedup, document_blocks):
             "Partial blocks are computed as well, whole.": 311_168,
             "Partial blocks are computed whole, not half.": 544_544,
             "Empty blocks are skipped.": 1_711_424,
-            "The counts are those of one head of one sequence.": 4_160,
+            "The counts are for one head of one sequence.": 4_160,
             "Each sequence has its blocks, too.": 70_720,
             "Each head has its blocks, too.": 45_760,
             "A block has block x block pairs.": 194_480,
@@ -241,7 +241,7 @@ def check_layout_mask(lay_out):
         "Every token of every other conversation sees all instructions.": not by_token[[0, 1], :][:, [2, 5, 7]].all(),
         "There is a window within a conversation.": bool(by_token[9, 0] or by_token[8, 1]),
         "Instructions see instructions only, and no later ones.": bool(by_token[2, [5, 7, 0, 1]].any()),
-        "A conversation does not see another one.": bool(by_token[0, 1] or by_token[9, 8] or by_token[1, 0]),
+        "A conversation does not see other conversations.": bool(by_token[0, 1] or by_token[9, 8] or by_token[1, 0]),
     }
     q, k = (by_token != right).nonzero()[0].tolist()
     hint = next((text for text, true in hints.items() if true), "")

@@ -206,7 +206,7 @@ def expect_bucket(bucketed_attention, attend, calls: list[tuple], qkv: tuple, bu
     expected = F.scaled_dot_product_attention(q, k, v)
     if isinstance(got, torch.Tensor) and got.dim() == 4:
         assert got.shape[2] == tokens, (
-            f"{tokens} tokens came in, and the result has {got.shape[2]}: cut the padding off, so that the shape is that of q"
+            f"{tokens} tokens came in, and the result has {got.shape[2]}: cut the padding off, so that it has the shape of q"
         )
     wide = [F.pad(x, (0, 0, 0, bucket - tokens)) for x in qkv]
     leaky = F.scaled_dot_product_attention(*wide)[:, :, :tokens]

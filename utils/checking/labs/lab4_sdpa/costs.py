@@ -32,7 +32,7 @@ def check_attention_costs(attention_costs):
         "The output is written, too.": 4_600,
         elements: 3_200,
         each: 1_280,
-        "Queries and outputs have the queries' length, keys and values that of the keys.": 4_800,
+        "Queries and outputs have the length of the queries; keys and values have the length of the keys.": 4_800,
         "Queries and outputs have the heads of the queries.": 4_000,
     }
     unfused = {
@@ -178,7 +178,7 @@ def expect_unreachable(queries_to_ridge, ridge: float, keys: int) -> None:
 
 
 FEWEST = "Of splits that take equally long, take the fewest."
-TRIED = "`most` is one of those to try."
+TRIED = "`most` is also a number to try."
 MOST = "More splits are not always faster: compare the times."
 
 

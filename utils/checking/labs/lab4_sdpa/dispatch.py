@@ -173,7 +173,7 @@ def expect_refused(pinned_sdpa, backend: str, tensors: tuple, options: dict, rea
         assert not ran, f"pinned_sdpa of {what} computes attention by {ran[0]}, and refuses then."
     else:
         ran = attentions(watch)
-        copies = " (on copies, which nobody asked for)" if ran == [backend] else ""
+        copies = " (on unnecessary copies)" if ran == [backend] else ""
         raise AssertionError(
             f"torch refuses {what}, and pinned_sdpa returned a result all the same{copies}; {ran} ran."
         )

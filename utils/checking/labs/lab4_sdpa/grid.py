@@ -44,8 +44,8 @@ SHARE = "It is a share, between 0 and 1."
 GEOMETRIC = "Geometric mean, not the arithmetic one."
 DECODE_ONLY = "Among decode shapes only."
 IN_TERABYTES = "Memory bandwidth in the table is in TB/s, and gb_s in GB/s."
-CUDNN_ONE = "Of cuDNN's decode rows with one query, those with sm80 in a kernel's name."
-CUDNN_FOUR = "Of cuDNN's decode rows with four queries, those with `reduction` in a kernel's name."
+CUDNN_ONE = "Count cuDNN's decode rows with one query and with sm80 in a kernel's name."
+CUDNN_FOUR = "Count cuDNN's decode rows with four queries and with `reduction` in a kernel's name."
 
 
 def expect_answers(grid_answers, grid: pd.DataFrame) -> dict:

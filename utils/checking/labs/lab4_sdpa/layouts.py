@@ -25,7 +25,7 @@ def expect_same_values(got: object, x: torch.Tensor, what: str) -> None:
         f"{what} should keep the shape {tuple(x.shape)}, and has {tuple(got.shape)}: a tensor that was transposed has to be "
         "transposed back. Only the memory may differ."
     )
-    assert got.dtype == x.dtype and torch.equal(got, x), f"{what} should hold the values of x, and holds others."
+    assert got.dtype == x.dtype and torch.equal(got, x), f"{what} should hold the values of x, and holds other values."
 
 
 def expect_strides(knocked_out_by_strides, strided_and_fast, q: torch.Tensor) -> None:

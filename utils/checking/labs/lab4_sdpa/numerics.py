@@ -17,7 +17,7 @@ def to_bf16(x: torch.Tensor) -> torch.Tensor:
 
 
 FIRST_OR_LATE = "normalize_first decides what is rounded: P itself, or e^(s - max), which is divided at the end."
-SUM_BEFORE = "The sum is that of the numbers before they are rounded."
+SUM_BEFORE = "The sum takes the numbers before they are rounded."
 MAXIMUM = "Subtract the maximum of each row before the exponential: e^s rounds differently."
 SCALED = "Round the scores after they are scaled."
 IN_FLOAT64 = "Compute in float64, and round only where a switch says so."
