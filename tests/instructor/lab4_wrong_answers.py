@@ -51,7 +51,7 @@ WRONG_ANSWERS = [
         (
             "the inputs copied on the sly",
             ("    with sdpa", "    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()\n    with sdpa"),
-            "on copies",
+            "on unnecessary copies",
         ),
         ("torch's own error let through", ("RuntimeError as", "ValueError as"), "should raise BackendRefused"),
         (
