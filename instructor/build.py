@@ -31,7 +31,7 @@ if importlib.util.find_spec("utils") is None:  # a bare machine, such as Colab o
     %pip install -q -c constraints.txt -e ."""
 PUBLIC = "# public"  # this comment marks a line of a solution that students may see
 MAY_RAISE = "raises-exception"  # JupyterLab's "Run All" and nbclient go on after a cell with this tag
-COLLAPSED = "collapsed"  # JupyterLab folds a cell with this tag; test cells that define a check get it
+COLLAPSED = "collapsed"  # JupyterLab folds a cell with this tag: a test cell that defines a check
 # Steps of `nbgrader generate_assignment` for a course folder only: its header, its autotests, its gradebook.
 COURSE_STEPS = ("IncludeHeaderFooter", "InstantiateTests", "SaveCells")
 

@@ -316,7 +316,7 @@ def document_blocks(length, span, block):
     n = max(1, span // block)
     return length // max(span, block) * n * (n + 1) // 2
 
-# %% q3_3: dense => Visit those in the tables
+# %% q3_3: dense => Visit the blocks in the tables
 def block_sparse_attention(q, k, v, block_mask):
     zero = torch.zeros((), dtype=torch.int64)
     i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]

@@ -153,7 +153,7 @@ WRONG_ANSWERS = [
         (
             "the most never tried",
             ("1 + costs.index(min(costs))", "1 + costs.index(min(costs[:-1]))"),
-            "of those to try",
+            "a number to try",
         ),
         ("the last of the best", ("1 + costs.index(min(costs))", "most - costs[::-1].index(min(costs))"), "the fewest"),
     ),
@@ -243,17 +243,17 @@ WRONG_ANSWERS = [
         (
             "sm80 of all decode calls",
             ('share(1, "sm80")', _SHARE.format(rows="decode", word="sm80")),
-            ("Of cuDNN's decode rows with one query", "sm80_one_query"),
+            ("Count cuDNN's decode rows with one query", "sm80_one_query"),
         ),
         (
             "sm80 of all backends",
             ('share(1, "sm80")', _SHARE.format(rows='decode[decode["seq_len_q"] == 1]', word="sm80")),
-            ("Of cuDNN's decode rows with one query", "sm80_one_query"),
+            ("Count cuDNN's decode rows with one query", "sm80_one_query"),
         ),
         (
             "splits of all queries",
             ('share(4, "reduction")', _SHARE.format(rows="cudnn", word="reduction")),
-            "Of cuDNN's decode rows with four queries",
+            "Count cuDNN's decode rows with four queries",
         ),
     ),
     *mistakes_in_text(r"""

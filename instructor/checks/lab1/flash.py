@@ -17,7 +17,7 @@ def _expect_wide_inside(function, draw: Draw, name: str) -> None:
 
 
 def _expect_running_maximum(function, draw: Draw, name: str) -> None:
-    """Assert that the maximum runs. From tile to tile, scores rise by more than the range of every dtype's exponent."""
+    """Assert a new maximum for each tile: from tile to tile, scores rise by more than any dtype's exponent allows."""
     s, d = 24, 8
     q, k = draw.normal(1, 1, s, d).abs() + 0.5, draw.normal(1, 1, s, d).abs() + 0.5
     k = k * torch.linspace(-300.0, 300.0, s)[None, None, :, None]

@@ -19,7 +19,7 @@ from utils.checking.watching import VIEWS
 
 @check("1.3", "A pin that pins")
 def pinned_sdpa(pinned_sdpa, seed=None):
-    """Check that only the requested backend runs, or an error has torch's reason, and that no setting changes."""
+    """Check that only the requested backend runs, or that an error gives torch's reason. No setting may change."""
     draw = Draw(seed)
     (q, k, v), calls = _calls_to_pin(draw, draw.size(9, 20), 16)
     with replace_answers(pinned_sdpa, {"why_not": reasons_of}):
@@ -62,7 +62,7 @@ def _calls_to_pin(draw: Draw, length: int, d: int) -> tuple[tuple, list[tuple[tu
 
 
 def _in_float64(options: dict) -> dict:
-    """Return options whose mask of numbers, if there is one, is in float64."""
+    """Return the options, with a mask of numbers converted to float64."""
     mask = options.get("attn_mask")
     return {**options, "attn_mask": mask.double()} if mask is not None and mask.is_floating_point() else options
 

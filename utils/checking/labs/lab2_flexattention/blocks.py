@@ -177,7 +177,7 @@ def expect_skipped(what: str, watch, asked: int, block_mask: BlockMask, q: torch
     visited = partial + int(block_mask.full_kv_num_blocks.sum())
     assert watch.macs <= one * visited, (
         f"{what} does the products of {watch.macs / one:.0f} blocks; only {visited} of "
-        f"{q.shape[2] * k.shape[2] // (size_q * size_k)} hold a visible pair. Visit those in the tables, and only the first "
+        f"{q.shape[2] * k.shape[2] // (size_q * size_k)} hold a visible pair. Visit the blocks in the tables, and only the first "
         "kv_num_blocks entries of a row: the rest is filler."
     )
     assert asked <= partial * size_q * size_k, (

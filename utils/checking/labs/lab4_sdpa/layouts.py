@@ -1,4 +1,4 @@
-"""Part 4: strides that flash refuses, other reasons for a refusal, and views of q, k and v in a projection.
+"""Part 4: strides that flash refuses, further reasons why it refuses calls, and q, k, v as views of a projection.
 
 The judge is the dispatcher of this machine's torch, on CPU tensors, so that the verdict is the same with a GPU.
 """
