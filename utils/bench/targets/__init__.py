@@ -1,4 +1,4 @@
-"""The registry of targets, and how their names are read: a target, one side of it, or a whole chapter."""
+"""The registry of targets. A name selects a target, one side of a target, or a whole chapter."""
 
 from __future__ import annotations
 
