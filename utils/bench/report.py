@@ -103,7 +103,7 @@ def terminal_remarks(document: dict) -> list[str]:
 
 
 def markdown(document: dict) -> str:
-    """Return the run as a Markdown page: machine, command, times, what ran, refusals, failures and profiles."""
+    """Return the run as a Markdown page: machine, command, times, backends, refusals, failures and profiles."""
     parts = _head(document)
     columns, times = times_table(document)
     if times:

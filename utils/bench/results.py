@@ -75,7 +75,7 @@ def options(case: dict) -> dict:
 
 
 def options_text(case: dict) -> str:
-    """Write the options of a case: "backend=cudnn"; "(env)" marks those from environment variables."""
+    """Write the options of a case: "backend=cudnn"; "(env)" marks options from environment variables."""
     from_environment = {key for key, knob in case["knobs"].items() if knob["origin"].startswith("environment")}
     return " ".join(f"{key}={value}{' (env)' * (key in from_environment)}" for key, value in options(case).items())
 

@@ -128,9 +128,9 @@ class Workload:
 
 
 def make_inputs(workload: Workload, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
-    """Draw standard normal q (B, H, Sq, D), k and v (B, Hkv, Sk, D), and the output's gradient unless the pass is forward.
+    """Draw standard normal q (B, H, Sq, D), k and v (B, Hkv, Sk, D), and the output's gradient for a backward pass.
 
-    On a CPU the numbers depend only on the seed. A GPU draws different numbers, but quickly.
+    On a CPU the numbers depend only on the seed. A GPU draws different numbers, because this is faster.
     """
     generator = torch.Generator(device).manual_seed(seed)
     shapes = [workload.shape, workload.kv_shape, workload.kv_shape]

@@ -95,7 +95,7 @@ def speedup_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, flo
     side = np.sign(ratios - np.median(ratios))
     alike = max(0.0, float(side[1:] @ side[:-1]) / n)
     independent = max(4.0, n * (1.0 - alike) / (1.0 + alike))
-    # About n / 2 ratios lie below; the standard deviation is n / 2 / sqrt(independent), and 1.96 of it cover 95%.
+    # About n / 2 ratios lie below the true median. 1.96 standard deviations of n / 2 / sqrt(independent) cover 95%.
     first = max(0, math.floor(n / 2.0 - 0.98 * n / math.sqrt(independent)))
     low, high = np.exp(np.sort(ratios)[[first, n - 1 - first]])
     return float(low), float(high)

@@ -146,7 +146,7 @@ def _classify_native(head: str, text: str) -> str:
 
 
 def bare_operator(name: str) -> str:
-    """Return the name of an operator without namespace, overload, and the underscores around it: "add" of "aten::add_.Tensor"."""
+    """Shorten "aten::add_.Tensor" to "add": without namespace, overload, and underscores at the ends."""
     return name.removeprefix("aten::").partition(".")[0].strip("_")
 
 

@@ -38,13 +38,13 @@ class TraceEvent:
 
     name: str
     category: str  # "cpu_op", "kernel", "gpu_memcpy", "cuda_runtime", "user_annotation", ...
-    start_us: float  # after the first event of the trace
+    start_us: float  # time since the first event of the trace
     duration_us: float
     lane: str  # "GPU 0 stream 7" or "thread 4242"
 
     @property
     def end_us(self) -> float:
-        """End, in us after the first event of the trace."""
+        """End of the event, in us since the first event of the trace."""
         return self.start_us + self.duration_us
 
     @property

@@ -107,7 +107,7 @@ def plan(
 
 
 def describe_targets(chapter: str | None = None) -> list[dict]:
-    """Describe each target, or those of one chapter: sides, flags, and whether its default cases run on this machine."""
+    """Describe each target, or each target of one chapter: sides, flags, and whether its default cases run on this machine."""
     if chapter is not None:
         check_choice("the chapter", chapter, dict.fromkeys(target.chapter for target in TARGETS.values()))
     device = default_device()

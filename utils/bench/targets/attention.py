@@ -104,7 +104,7 @@ class AttentionTarget(Target):
         return masked_workload(settings) if "mask" in settings else plain_workload(settings)
 
     def cases(self, settings, device):
-        """Return the one case of these settings."""
+        """Return the only case of these settings."""
         workload = self.workload_of(settings, device)
         try:
             workload.problem(device)
@@ -132,7 +132,7 @@ class AttentionTarget(Target):
         return case.workload.bytes_needed(SCORE_BUFFERS.get(self.backend(case, side), 0.0))
 
     def inputs(self, case):
-        """Make q, k, v, and the output's gradient unless the pass is forward."""
+        """Make q, k, v, and for a backward pass also the output's gradient."""
         return make_inputs(case.workload, case.device, case.value("seed"))
 
     def expected(self, case, *inputs):

@@ -15,7 +15,7 @@ from utils.machine.device import Support, compute_capability
 
 SIDES = ("baseline", "optimized")
 SHAPE_KNOBS = ("batch", "heads", "seq_len", "head_dim", "dtype")
-# Knobs that make the workload or its inputs ("layout" in older results). The others choose the kernel that computes it.
+# Knobs that make the workload or its inputs ("layout" in older results). All other knobs choose the kernel.
 WORKLOAD_KNOBS = (
     *SHAPE_KNOBS,
     *("causal", "mask", "doc_span", "score_mod", "seed", "kv_heads", "seq_len_kv", "window", "layout", "pass"),
@@ -28,7 +28,7 @@ class Case:
     """One workload of a target on one device, with the settings of all knobs."""
 
     target: str
-    workload: Any  # a Workload, or another object with its label, dtype, cost, to_dict and bytes_needed
+    workload: Any  # a Workload, or an object that also has label, dtype, cost, to_dict and bytes_needed
     settings: Mapping[str, Setting]
     device: torch.device
     swept: Mapping[str, str] = field(default_factory=dict)  # this case's values of `--sweep`

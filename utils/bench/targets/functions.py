@@ -55,7 +55,7 @@ class Argument:
 
 
 def read_argument(text: str, values: Mapping[str, Any]) -> Argument:
-    """Read "a=randn(4096, n, bf16)" or "dim=-1". values: of names such as n."""
+    """Read "a=randn(4096, n, bf16)" or "dim=-1". `values` maps a name, such as n, to its size."""
     try:
         (line,) = ast.parse(text.strip()).body
         assert isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)
@@ -253,7 +253,7 @@ def find_function(name: str) -> Callable:
 class Versions(FunctionTarget):
     """A version of an operator of `utils.kernels` against torch's operator. --kernel chooses the version."""
 
-    versions: Mapping[str, tuple[Callable, str]]  # function, pattern of its launch; the first is the baseline
+    versions: Mapping[str, tuple[Callable, str]]  # function, name pattern of its kernel; the baseline is first
 
     def function(self, case, side):
         """Return the name and the function of a side."""
