@@ -101,11 +101,11 @@ def demo(
     from instructor.build import build_lab
     from instructor.demo import run_demo
     from instructor.points import lab_path
-    from utils.bench.terminal import steps_shown
+    from utils.bench.terminal import show_steps
 
     built = [build_lab(lab_path(name)) for name in _names(labs)]
     out.mkdir(parents=True, exist_ok=True)
-    with steps_shown(remaining=True) as show:
+    with show_steps(remaining=True) as show:
         summary, failed = run_demo(built, out.absolute(), show, timeout)
     typer.echo(f"The demo is ready: {summary}")
     for problem in failed:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from utils.bench.cli import app as bench
-from utils.bench.terminal import Commands, show_table, steps_shown
+from utils.bench.terminal import Commands, show_steps, show_table
 from utils.files import ROOT
 from utils.progress import record
 from utils.validation import UserError, lab_named
@@ -103,7 +103,7 @@ def check_lab(
     timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 300,
 ) -> None:
     """Run a copy of a lab and its visible checks here; print the table of points; status 1 if a check did not pass."""
-    with steps_shown(remaining=True) as show:
+    with show_steps(remaining=True) as show:
         notebook = find_lab(lab)
         show(step := f"running {notebook.name}")
         executed = record.run_checks(notebook, timeout, lambda done, total: show(step, done, total))

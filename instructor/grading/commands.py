@@ -96,14 +96,14 @@ def grade(
         from instructor.grading.class_.cluster import grade_class
         from instructor.grading.class_.late import set_due_date
         from instructor.grading.submission.harmless import for_terminal
-        from utils.bench.terminal import steps_shown
+        from utils.bench.terminal import show_steps
 
         built = _build(lab)
         course = Course(course_folder, timeout=int(timeout))
         local = time_zone(zone)
         date = read_date(due, local) if due is not None else None
         found = _found(course, built, roster, archive, local, only)
-        with steps_shown(remaining=True) as show:
+        with show_steps(remaining=True) as show:
             show("warming up", 0, len(found))
             summary = grade_class(
                 course,

@@ -41,7 +41,7 @@ def list_targets(
     if not flags:
         typer.echo("\n--flags lists the two sides and the flags of each; --chapter takes one chapter.")
         return
-    sets: dict[tuple, list[str]] = {}  # each set of flags once, with the targets that have it
+    sets: dict[tuple, list[str]] = {}  # a set of flags -> the targets with these flags
     for row in rows:
         knobs = tuple((f"--{k['name']}", k["default"], k["allowed"], k["help"]) for k in row["knobs"])
         sets.setdefault(knobs, []).append(row["target"])
@@ -90,7 +90,7 @@ def run(
 
     A function is named as module:function; it gets the tensors of --input.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler, which reads it at its first start
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reads it at its first start
     from utils.bench.documents import to_json
     from utils.bench.expectations import expectations_file, update_file
     from utils.bench.knobs import Sweep
@@ -98,7 +98,7 @@ def run(
     from utils.bench.results import exit_code, status_text
     from utils.bench.run import Options, Runner, new_run_id
     from utils.bench.targets import plan
-    from utils.bench.terminal import steps_shown
+    from utils.bench.terminal import show_steps
     from utils.machine.device import default_device
     from utils.machine.environment import environment
 
@@ -114,7 +114,7 @@ def run(
     plans = plan(names, extra, device, os.environ, sweep=swept, inputs=inputs or (), against=against)
     if update_expectations:
         expectations_file(environment()["gpu"])  # raises for a CPU, before anything is timed
-    with steps_shown() as show:
+    with show_steps() as show:
         runner = Runner(plans, options, device, show)
         try:
             document = runner.run()

@@ -1,4 +1,4 @@
-"""Comparing two runs, case by case. Runs of different GPUs, shapes or dtypes are refused, and the error says why."""
+"""Compare two runs case by case. Runs with different GPUs, shapes or dtypes raise an error that names the difference."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from utils.benchmark import intervals as stats
 from utils.benchmark.result import Measurement, format_interval, with_interval
 from utils.files import write_whole
 
-SAME_WITHIN = 0.02  # clocks and addresses alone make two processes differ by this much
+SAME_WITHIN = 0.02  # two processes differ by this much, because their clocks and addresses differ
 SEPARATE_RUNS = "Two separate runs: what clocks did in between is in no interval."
 VERSIONS = ("torch", "triton", "cuda", "cudnn", "driver", "commit", "flash_attn_4", "float32_matmul_precision")
 
 
 def separate_speedup(a: Measurement, b: Measurement) -> dict:
-    """Return {"speedup", "interval", "verdict"} of b over a for measurements that were not taken together."""
+    """Return {"speedup", "interval", "verdict"} of b over a, for measurements in separate runs."""
     ratio = a.median_ms / b.median_ms
     half = math.hypot(*(stats.relative_half_width(side.interval_ms, side.median_ms) for side in (a, b)))
     interval = ratio / (1.0 + half), ratio * (1.0 + half)
@@ -35,7 +35,7 @@ def differences(a: Mapping, b: Mapping, names: Sequence[str]) -> list[str]:
 
 
 def _pairs(a: dict, b: dict) -> list[tuple[dict, dict]]:
-    """Pair the cases with the same target and workload; several cases of one workload are paired in their order."""
+    """Pair cases with the same target and workload. If a workload has several cases, pair them in their order."""
     by_key: dict[tuple, list[dict]] = {}
     for case in b["cases"]:
         by_key.setdefault(res.case_key(case), []).append(case)
@@ -43,8 +43,8 @@ def _pairs(a: dict, b: dict) -> list[tuple[dict, dict]]:
 
 
 def _compare_side(a: dict, b: dict, side: str) -> dict | None:
-    """Make the row of one side of two cases; None if one of them was not timed."""
-    first, second = res.measured(a, side), res.measured(b, side)
+    """Make the row of one side of two cases; None if this side has no time in a case."""
+    first, second = res.measurement_of(a, side), res.measurement_of(b, side)
     if first is None or second is None:
         return None
     row = {"target": a["target"], "workload": a["label"], "side": side}
@@ -85,7 +85,7 @@ def compare_results(a: dict, b: dict) -> list[dict]:
 
 
 def notes(a: dict, b: dict) -> list[str]:
-    """List what else differs between the runs: versions, commits, power limits, cases of one run, partial runs."""
+    """List further differences: versions, commits, power limits, cases that only one run has, partial runs."""
     lines = differences(a["environment"], b["environment"], VERSIONS)
     limits = [(run.get("gpu_state") or {}).get("power_limit_w") for run in (a, b)]
     if limits[0] != limits[1]:
@@ -119,7 +119,7 @@ def comparison_table(a: dict, b: dict, rows: Sequence[dict]) -> tuple[list[str],
 
 
 def write_comparison(a: dict, b: dict, rows: Sequence[dict], folder: Path) -> list[Path]:
-    """Write CSV and Markdown of two compared runs, whose rows `compare_results(a, b)` returned; return the paths."""
+    """Write CSV and Markdown of two compared runs; return the paths. `compare_results(a, b)` made the rows."""
     written = [folder / "comparison.csv", folder / "comparison.md"]
     write_whole(written[0], to_csv(rows))
     parts = [f"# Run {b['run_id']} against {a['run_id']}", f"{res.machine_name(a)}. {SEPARATE_RUNS}"]

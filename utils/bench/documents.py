@@ -1,4 +1,4 @@
-"""JSON files with a schema: always written whole, and refused with a reason when they cannot be trusted."""
+"""JSON files with a schema. A file is always written whole. A damaged or foreign file raises an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def utc_now() -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinity by null: JSON has neither, and other readers would refuse the file."""
+    """Replace NaN and infinity by null. JSON has no such numbers, and many readers would refuse the file."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -58,7 +58,7 @@ class Schema:
             document = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
-        except (ValueError, RecursionError) as error:  # also of bytes that are no text
+        except (ValueError, RecursionError) as error:  # ValueError also if the bytes are no text
             raise BenchError(f"{path} is truncated or not JSON ({error}). Run again to make a whole one.") from None
         schema = document.get("schema") if isinstance(document, dict) else None
         if schema != self.name:

@@ -1,4 +1,4 @@
-"""The errors of the benchmark harness, and the check of a word against those allowed."""
+"""The errors of the benchmark harness, and the check that a word is allowed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class BenchError(UserError):
 
 
 class Refused(BenchError):
-    """This machine cannot run what was asked for. The message says why."""
+    """This machine cannot run the case. The message says why."""
 
 
 class WrongRun(BenchError):
-    """Another kernel or backend ran than was asked for, so the times are void."""
+    """A wrong kernel or backend ran, so the times are void."""
 
 
 class VerificationError(BenchError):
-    """An output differs from the float64 reference by more than its dtype's rounding explains."""
+    """The error of an output, measured against the float64 reference, is larger than the rounding of its dtype."""
 
 
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> str:
-    """Return `value` if it is one of `allowed`; otherwise raise BenchError and name the nearest one."""
+    """Return `value` if it is in `allowed`; otherwise raise BenchError and name the most similar allowed word."""
     names = tuple(allowed)
     if value not in names:
         raise BenchError(f"{name} is {value!r}; it must be one of {', '.join(names)}.{did_you_mean(value, names)}")

@@ -1,11 +1,11 @@
-"""What each GPU is expected to do: `expectations/<gpu>.json`, checked by every commit, changed only on request.
+"""The expected times of each GPU, in `expectations/<gpu>.json`: every commit checks them, only a request changes them.
 
     {"schema": "labs-bench-expectations", "version": 2, "gpu": "NVIDIA H200",
      "entries": [{"target", "label", "workload", "options", "metrics": {name: {"value", "interval"}},
                   "recorded": {"run_id", "date", "commit", ...}}]}
 
-A metric is worse when its whole interval lies beyond the stored one's by more than the tolerance. Checking never writes,
-so a stored value cannot drift: only `--update-expectations` changes it.
+A metric is worse if its whole interval lies beyond the stored interval by more than the tolerance. A check never writes,
+so stored values cannot drift: only `--update-expectations` changes them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from utils.machine.device import detect_gpu
 
 EXPECTATIONS = Schema("labs-bench-expectations", 2, ("gpu", "entries"))
 FOLDER = ROOT / "expectations"
-TOLERANCE = 0.05  # how far beyond the stored interval counts
+TOLERANCE = 0.05  # a metric may lie this far beyond the stored interval
 
 BETTER, WITHIN, WORSE, UNSURE = "better", "within", "worse", "unsure"
 RECORDED_FROM = ("gpu", "driver", "cuda", "cudnn", "torch", "triton", "flash_attn_4", "commit", "dirty")
 
 
 def expectations_file(gpu: str | None, folder: Path = FOLDER) -> Path:
-    """Name the file of a GPU by its CUDA name: `h200.json` for a row of GPU_SPECS, else made of the whole name."""
+    """Return the path of a GPU's file: `h200.json` for a row of GPU_SPECS, else a file with the full CUDA name."""
     if gpu is None:
         raise BenchError(
             "expectations are kept for GPUs, and these results are of a CPU: its times depend on what "
@@ -39,7 +39,7 @@ def expectations_file(gpu: str | None, folder: Path = FOLDER) -> Path:
 
 
 def load_expectations(path: Path) -> dict:
-    """Read an expectations file; for a GPU without one, the error says how to record it."""
+    """Read an expectations file. If a GPU has no file, the error says how to record one."""
     if not path.is_file():
         raise BenchError(
             f"there is no {path}: this GPU has no expectations yet; record them with --update-expectations."
@@ -51,7 +51,7 @@ def metrics(case: dict) -> dict[str, dict]:
     """Return the times of a case and their ratio, each with its interval."""
     values = {}
     for side in ("optimized", "baseline"):
-        if (measured := res.measured(case, side)) is not None:
+        if (measured := res.measurement_of(case, side)) is not None:
             values[f"{side}_ms"] = {"value": measured.median_ms, "interval": list(measured.interval_ms)}
     if case["comparison"] is not None:
         values["speedup"] = {"value": case["comparison"]["speedup"], "interval": list(case["comparison"]["interval"])}
@@ -59,7 +59,7 @@ def metrics(case: dict) -> dict[str, dict]:
 
 
 def judge(name: str, now: dict, stored: dict) -> str:
-    """Judge a metric, of which less is better unless it is the speed-up: "better", "within", "worse" or "unsure"."""
+    """Judge a metric as "better", "within", "worse" or "unsure". Smaller is better, except for the speed-up."""
     low, high = now["interval"]
     floor, ceiling = stored["interval"][0] / (1.0 + TOLERANCE), stored["interval"][1] * (1.0 + TOLERANCE)
     if floor <= low and high <= ceiling:
@@ -70,10 +70,10 @@ def judge(name: str, now: dict, stored: dict) -> str:
 
 
 def decide(judged: dict[str, str]) -> tuple[str, bool, str]:
-    """Decide on a case by its metrics' judgements; return the verdict, whether the check fails, and what it means.
+    """Decide on a case by the judgements of its metrics; return the verdict, whether the check fails, and a sentence.
 
-    One worse metric fails, except a ratio that fell because the baseline got faster. The baseline's time counts, since it
-    alone can raise the ratio, and says whether clocks, power or the driver slowed both sides.
+    A single worse metric fails, except if the speed-up fell because the baseline got faster. The baseline's time counts,
+    too: a slower baseline raises the speed-up, and it shows that clocks, power or the driver slowed both sides.
     """
     worse = [name for name, word in judged.items() if word == WORSE]
     if worse == ["speedup"] and judged.get("baseline_ms") == BETTER:
@@ -97,9 +97,9 @@ def _find_entry(expected: dict, case: dict) -> dict | None:
 
 
 def check(document: dict, expected: dict) -> list[dict]:
-    """Make one row for each case: its verdict, whether it fails, and each metric now and as stored. Writes nothing.
+    """Make one row for each case: the verdict, whether it fails, and each metric, new and stored. Write nothing.
 
-    Commits play no part: a result is compared with the stored value, whichever commit either comes from.
+    The commits of the result and of the stored value do not matter.
     """
     _check_gpu(document, expected)
     return [_check_case(case, _find_entry(expected, case)) for case in document["cases"]]
@@ -126,7 +126,7 @@ def _check_case(case: dict, entry: dict | None) -> dict:
 
 
 def update_file(document: dict, folder: Path = FOLDER) -> tuple[Path, list[str]]:
-    """Record a run's cases with both sides in its GPU's file; return the path and the changes in words."""
+    """Record in the GPU's file all cases with two timed sides; return the path and the changes in words."""
     environment = document["environment"]
     path = expectations_file(environment.get("gpu"), folder)
     expected = EXPECTATIONS.document(gpu=environment.get("gpu"), entries=[])
@@ -144,7 +144,7 @@ def update_file(document: dict, folder: Path = FOLDER) -> tuple[Path, list[str]]
 
 
 def _record_case(case: dict, expected: dict, recorded: dict) -> str:
-    """Record one case, as a new entry or in the place of its old values; return the change in words."""
+    """Record one case as a new entry, or replace its old values; return the change in words."""
     old, new = _find_entry(expected, case), metrics(case)
     entry = {key: case[key] for key in ("target", "label", "workload")}
     entry |= {"options": res.options(case), "timing": res.timing_mode(case), "metrics": new, "recorded": recorded}

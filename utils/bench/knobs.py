@@ -1,7 +1,7 @@
-"""The knobs of a target: their flags, their values, and where each value came from.
+"""The knobs of a target: their flags, their values, and the origin of each value.
 
-A knob's value comes from its flag in `--target-extra-arg 'TARGET=--flag value'` or `--sweep`, or else from its
-environment variable if it has one, or else from the target's default for this device.
+The value comes from the first of these that is set: the flag in `--target-extra-arg 'TARGET=--flag value'` or `--sweep`,
+the knob's environment variable, and the target's default for this device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Knob:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the knob is on or off, without a value."""
+        """Whether the knob takes no value and is only on or off."""
         return isinstance(self.cpu, bool)
 
     def describe(self, device_type: str) -> dict:
@@ -65,7 +65,7 @@ class Knob:
 
 @dataclass(frozen=True)
 class Setting:
-    """A knob's value in force and its origin: "default", "flag" or "environment VARIABLE"."""
+    """The value of a knob and its origin: "default", "flag" or "environment VARIABLE"."""
 
     value: Any
     origin: str
@@ -74,13 +74,13 @@ class Setting:
 def settle(
     knobs: Sequence[Knob], flags: str, target: str, device_type: str, environ: Mapping[str, str]
 ) -> dict[str, Setting]:
-    """Return every knob's value in force: the flag's, or else the environment variable's, or else the default."""
+    """Return the setting of every knob: the flag, the environment variable or the default, in this order."""
     try:
         words = shlex.split(flags)
     except ValueError as error:
         raise BenchError(f"the arguments {flags!r} of {target} cannot be split: {error}.") from None
     given = [word.partition("=")[0].replace("--no-", "--") for word in words if word.startswith("--")]
-    if twice := {flag for flag in given if given.count(flag) > 1}:  # click would take the last one
+    if twice := {flag for flag in given if given.count(flag) > 1}:  # click would take the last
         raise BenchError(f"{', '.join(sorted(twice))} is given twice for {target}; give it once.")
     from_environment = {
         knob.key: knob.parse(environ[knob.env], f"the environment variable {knob.env}")
@@ -117,20 +117,20 @@ def split_extra_arg(text: str) -> tuple[str, str]:
             "'labs/cudnn_sdpa_bench:flash_sdp=--backend cudnn'."
         )
     if flags[0] == flags[-1] and flags[0] in "\"'":
-        flags = flags[1:-1]  # quotes that the shell left in place
+        flags = flags[1:-1]  # the shell has not removed these quotes
     return target, flags
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Values that a knob, or a size of `--input`, takes one after the other."""
+    """The values of a knob, or of a size of `--input`, for a series of cases."""
 
     name: str
     values: tuple[str, ...]
 
     @classmethod
     def read(cls, text: str) -> Sweep:
-        """Read "seq_len=1k:16k:x2" (each twice the one before), "m=256:1024:+256" or "backend=cudnn,flash"."""
+        """Read "seq_len=1k:16k:x2" (values double), "m=256:1024:+256" (values grow by 256) or "backend=cudnn,flash"."""
         name, _, values = text.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
         numbers = re.sub(r"\b(\d+)k\b", lambda found: str(1024 * int(found[1])), values.strip())

@@ -1,13 +1,13 @@
-"""Profiles of a side: always a Chrome trace; Nsight Systems and Nsight Compute where they work, else the reason why not.
+"""Profiles of a side: always a Chrome trace, and a report of Nsight Systems or Compute, or the reason for its absence.
 
 minimal    an NVTX-named Chrome trace and, on a GPU, an Nsight Systems report
 roofline   the Chrome trace, and a report of Nsight Compute's roofline set
 deep_dive  the Chrome trace, and a report of Nsight Compute's full set
 
-Nsight runs the side in a process of its own: `python -m utils.bench.profiles '<request as JSON>'`.
+Nsight runs the side in a separate process: `python -m utils.bench.profiles '<request as JSON>'`.
 
-Clocks are left alone: Nsight Compute runs with `--clock-control none`. It flushes the caches before each kernel if the
-run's timing does (`--l2 cold`), and leaves them alone otherwise.
+Nsight Compute runs with `--clock-control none`, so it does not change the clocks. It flushes the caches before each kernel
+only if the timing of the run does (`--l2 cold`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REPLAY_WARMUP = 3  # calls
 
 @dataclass(frozen=True)
 class Request:
-    """One side of a case to profile: enough for another process to build the side again."""
+    """One side of a case to profile. A separate process can build the side from these fields."""
 
     target: str
     side: str
@@ -50,9 +50,9 @@ class Request:
 
 
 def profile_side(fn: Callable[[], object], request: Request, folder: Path, level: str, l2: str) -> dict:
-    """Profile one side's call: files in `folder`, the reason for what is missing, and kernels with their durations.
+    """Profile the call of one side. Return the files in `folder`, reasons for missing files, and kernels with durations.
 
-    The profilers that run the side in another process go by `request`, with the caches `l2` as the side was timed.
+    Nsight builds the side from `request` in a separate process. l2: the cache state of the timing.
     """
     # Such as "optimized_flash_sdp_B4-H16-S4096-D128-bf16-causal".
     label = re.sub(r"[^A-Za-z0-9]+", "-", request.label).strip("-")
@@ -75,7 +75,7 @@ def profile_side(fn: Callable[[], object], request: Request, folder: Path, level
 
 
 def nsight(base: Path, request: Request, level: str, l2: str) -> tuple[Path | None, str]:
-    """Run one of NVIDIA's profilers on a side: Systems for "minimal", else Compute. Return its report, or why there is none."""
+    """Run Nsight Systems ("minimal") or Compute on a side. Return the report, or the reason for its absence."""
     if level == "minimal":
         name, executable, report = "Nsight Systems", "nsys", base.with_name(f"{base.name}.nsys-rep")
         flags = ["profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]

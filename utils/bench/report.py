@@ -1,4 +1,4 @@
-"""Reports of a run: its rows as CSV, as a Markdown page, and as plots of latency and of TFLOP/s under the roof."""
+"""Reports of a run: CSV, a Markdown page, and plots of latency and of TFLOP/s under the roof."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def rows(document: dict) -> list[dict]:
-    """Make one row for each side of each case, also for those that did not run."""
+    """Make one row for each side of each case, also if the side did not run."""
     return [_row(case, side) for case in document["cases"] for side in case["sides_asked"]]
 
 
@@ -26,7 +26,7 @@ def _row(case: dict, side: str) -> dict:
     row = {"target": case["target"], "workload": case["label"], **work, "options": res.options_text(case)}
     row |= {"side": side, "status": case["status"], "reason": case["reason"]}
     row["ran"] = case["ran"].get(side, {}).get("provider")
-    if (measured := res.measured(case, side)) is not None:
+    if (measured := res.measurement_of(case, side)) is not None:
         low, high = measured.interval_ms
         row |= {name: getattr(measured, name) for name in STATISTICS}
         row |= {"low_ms": low, "high_ms": high, "samples": len(measured.samples_ms)}
@@ -45,7 +45,7 @@ def _row(case: dict, side: str) -> dict:
 
 
 def to_csv(lines: Sequence[Mapping]) -> str:
-    """Return rows as CSV, with a column for each name in any of them; None and missing cells are empty."""
+    """Return rows as CSV. Each name in a row is a column; None and missing cells are empty."""
     import pandas as pd
 
     return pd.DataFrame(lines).to_csv(index=False, float_format=lambda value: digits(value, 7))
@@ -92,7 +92,7 @@ def join_workloads(lines: Iterable[Sequence[str]]) -> list[list[str]]:
 
 
 def terminal_remarks(document: dict) -> list[str]:
-    """Return the lines under a run's table: refusals, failures and notes, those of the same workloads under one heading."""
+    """Return the lines under a run's table: refusals, failures and notes. A heading names their workloads."""
     below: dict[str, list[str]] = {}
     for target, labels, status, text in join_workloads(res.remarks(document)):
         below.setdefault(f"{target} ({labels}) {status}:", []).append(f"    {text}")
@@ -103,7 +103,7 @@ def terminal_remarks(document: dict) -> list[str]:
 
 
 def markdown(document: dict) -> str:
-    """Return the run as a Markdown page: machine, command, times, what ran, refusals, failures and profiles."""
+    """Return the run as a Markdown page: machine, command, times, backends, refusals, failures and profiles."""
     parts = _head(document)
     columns, times = times_table(document)
     if times:
@@ -138,7 +138,7 @@ def _head(document: dict) -> list[str]:
 
 
 def _what_ran(document: dict) -> tuple[list[str], list[list[object]]]:
-    """Return the columns and lines of what ran on each side: its backend, what was launched, and its error."""
+    """Return columns and lines of a table with the backend, the launched kernels and the error of each side."""
     columns = ["target", "workload", "side", "asked", "ran", "implementation", "launches", "launched"]
     lines = []
     for case in document["cases"]:
@@ -160,7 +160,7 @@ def _short(name: str, length: int) -> str:
 
 
 def _profiles(case: dict) -> list[str]:
-    """Return a list item for each profile of a case, with what is in it below."""
+    """Return a list item for each profile of a case, with the content of the profile below."""
     items = []
     for side, profile in case["profiles"].items():
         files = ", ".join(f"`{file}`" for file in profile["files"])
@@ -168,7 +168,7 @@ def _profiles(case: dict) -> list[str]:
         facts = list(profile["why_not"])
         if profile["gpu_busy_share"] is not None:
             facts.append(f"GPU busy {profile['gpu_busy_share']:.1%} of the time from first to last kernel")
-        for row in profile["rows"][:5]:  # in the order of self_us: an operator without the operators inside it
+        for row in profile["rows"][:5]:  # sorted by self_us: an operator's time without the operators inside it
             facts.append(f"{row['self_us'] / row['count']:.1f} us x {row['count']}: `{_short(row['name'], 100)}`")
         items += [f"  - {text}" for text in facts]
     return items
@@ -179,7 +179,7 @@ def _profiles(case: dict) -> list[str]:
 
 def plots(document: dict, folder: Path) -> list[Path]:
     """Write the plots of each target that has times into `folder`; return the paths."""
-    os.environ.setdefault("MPLBACKEND", "Agg")  # matplotlib reads it when it is imported
+    os.environ.setdefault("MPLBACKEND", "Agg")  # matplotlib reads the variable at its import
     by_target: dict[str, list[tuple[dict, str]]] = {}
     for case in document["cases"]:
         for side in case["sides"]:
@@ -194,12 +194,12 @@ def plots(document: dict, folder: Path) -> list[Path]:
         for name, figure in _figures(target, sides, run).items():
             written.append(folder / f"{name}{suffix}.png")
             figure.savefig(written[-1], dpi=150, bbox_inches="tight")
-            plt.close(figure)  # pyplot keeps figures, and warns from the 21st on
+            plt.close(figure)  # pyplot keeps open figures, and warns at the 21st
     return written
 
 
 def _sweep(target: str, sides: list[tuple[dict, str]], run: str) -> Figure:
-    """Draw the times of a sweep: a line for each side over the sizes, or a row for each value that is no size."""
+    """Draw the times of a sweep: a line for each side if the values are sizes, else a row for each value."""
     from utils.visualization import plot_latency
 
     (name,) = sides[0][0]["swept"]
@@ -216,7 +216,7 @@ def _sweep(target: str, sides: list[tuple[dict, str]], run: str) -> Figure:
 
 
 def _figures(target: str, sides: list[tuple[dict, str]], run: str) -> dict[str, Figure]:
-    """Draw {"latency": ..., "roofline": ...} of one target. The title takes the words that all labels share."""
+    """Draw {"latency": ..., "roofline": ...} of one target. The title has the words that all labels share."""
     from utils.visualization import plot_latency, plot_roofline
 
     if any(case.get("swept") for case, _ in sides):

@@ -53,8 +53,8 @@ def load_results(where: str | os.PathLike, artifacts_dir: str | os.PathLike = "a
     return document
 
 
-def measured(case: dict, side: str) -> Measurement | None:
-    """Return the measurement of one side of a case, None if that side was not timed."""
+def measurement_of(case: dict, side: str) -> Measurement | None:
+    """Return the Measurement of one side of a case; None if the side has no times."""
     record = case["sides"].get(side)
     return None if record is None else Measurement.from_dict(record)
 
@@ -69,25 +69,25 @@ def remarks(document: dict) -> list[tuple[str, str, str, str]]:
 
 
 def options(case: dict) -> dict:
-    """Return the knobs with a value that choose what runs and are not part of the workload: {"backend": "cudnn"}."""
+    """Return the set knobs that choose the kernel and are not part of the workload: {"backend": "cudnn"}."""
     values = {key: knob["value"] for key, knob in case["knobs"].items() if key not in WORKLOAD_KNOBS}
     return {key: value for key, value in values.items() if value is not None}
 
 
 def options_text(case: dict) -> str:
-    """Write the options of a case: "backend=cudnn"; "(env)" marks those from environment variables."""
+    """Write the options of a case: "backend=cudnn"; "(env)" marks options from environment variables."""
     from_environment = {key for key, knob in case["knobs"].items() if knob["origin"].startswith("environment")}
     return " ".join(f"{key}={value}{' (env)' * (key in from_environment)}" for key, value in options(case).items())
 
 
 def timing_mode(case: dict) -> dict:
-    """Return the timing options that times must share to be comparable: the L2 cache, and graph or stream."""
+    """Return the timing options that two comparable times share: the state of the L2 cache, and graph or stream."""
     timing = case.get("timing") or {}
     return {"l2": timing.get("l2", "warm"), "graph": timing.get("graph", False)}
 
 
 def case_key(case: dict) -> tuple:
-    """Return the target and the whole workload: two cases with equal keys are the same benchmark."""
+    """Return the target and the whole workload. Two cases with equal keys are the same benchmark."""
     return case["target"], *sorted((key, str(value)) for key, value in case["workload"].items())
 
 
@@ -99,13 +99,13 @@ def machine_name(document: dict) -> str:
 
 
 def status_text(document: dict) -> str:
-    """Say how many cases ended in which status: "3 ok, 1 refused"."""
+    """Count the cases of each status: "3 ok, 1 refused"."""
     counts = Counter(case["status"] for case in document["cases"])
     return ", ".join(f"{number} {status}" for status, number in counts.items()) or "no case ran"
 
 
 def exit_code(document: dict) -> int:
-    """Return 0 if a case ran and none failed, else 1. A refusal is no failure as long as another case ran."""
+    """Return 0 if a case ran and none failed, else 1. A refusal is no failure if a different case ran."""
     ended = {case["status"] for case in document["cases"]}
     failed = ended & {FAILED, OUT_OF_MEMORY, INTERRUPTED, NOT_RUN}
     return 1 if failed or OK not in ended else 0

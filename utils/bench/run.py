@@ -1,4 +1,4 @@
-"""Running a plan: case after case, built, verified, proved, timed and profiled, with valid results on the disk after each."""
+"""Run a plan: build, verify, prove, time and profile each case. After each case, the results on the disk are valid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from utils.machine.environment import environment, gpu_state
 from utils.validation import first_line
 
 STEPS = ("build", "verify", "time", "profile")
-OPERATORS_KEPT = 40  # of a call, in the results
+OPERATORS_KEPT = 40  # for each call, in the results
 
 
 def new_run_id() -> str:
@@ -46,9 +46,9 @@ def new_run_id() -> str:
 
 @dataclass
 class Options:
-    """How a plan is run: what is profiled, how samples are taken, and where results go.
+    """Options of a run: profiles, timing, and the folder of the results.
 
-    `timing` has the options of `Timing` that were asked for; others are the target's protocol and Timing's defaults.
+    `timing` has the user's options of `Timing`. Missing options come from the target's protocol and Timing's defaults.
     """
 
     profile: str = "none"
@@ -64,11 +64,11 @@ class Options:
         return self.artifacts_dir / self.run_id
 
     def check(self, device_type: str = "cuda") -> None:
-        """Raise BenchError for options that are wrong, or impossible on this kind of device."""
+        """Raise BenchError if an option is wrong, or impossible on this kind of device."""
         check_choice("--profile", self.profile, LEVELS)
         try:
             Timing(torch.device(device_type), **self.timing)
-        except ValueError as error:  # it begins with the option's name
+        except ValueError as error:  # the message begins with the option's name
             raise BenchError(f"--{str(error).replace('_', '-', 1)}") from None
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run_id):
             raise BenchError(f"--run-id is {self.run_id!r}; it names a folder: letters, digits, dot, dash, underscore.")
@@ -77,7 +77,7 @@ class Options:
 
 
 def empty_record(plan: Plan, case: Case, options: Options) -> dict:
-    """Return what the results say about a case that has not run yet. Measuring it fills what is empty here."""
+    """Return the record of a case before its run. `CaseRun.measure` fills the empty fields."""
     protocol = dict(zip(("warmup", "iterations"), plan.target.protocol[case.device.type], strict=True))
     return {
         "target": plan.target.name,
@@ -89,16 +89,16 @@ def empty_record(plan: Plan, case: Case, options: Options) -> dict:
         "swept": dict(case.swept),
         "status": res.NOT_RUN,
         "reason": "",
-        "traceback": "",  # of an error that is none of the harness's own
+        "traceback": "",  # of an unexpected error
         "cost": {},
-        **{name: {} for name in ("verification", "ran", "sides", "profiles")},  # by side
+        **{name: {} for name in ("verification", "ran", "sides", "profiles")},  # each maps a side to its entry
         "comparison": None,
         "notes": [],
     }
 
 
 class CaseRun:
-    """Measures one case into its record; raises if a side is refused, wrong, or not what was asked for."""
+    """Measures one case into its record. It raises an error if a side is refused, computes wrongly, or ran a wrong kernel."""
 
     def __init__(self, plan: Plan, case: Case, record: dict, options: Options, on_step: Callable[[str], None]):
         self.target, self.sides, self.case = plan.target, plan.sides, case
@@ -127,20 +127,20 @@ class CaseRun:
             self._prove(side, call)
         self.on_step("time")
         for side, measurement in self._time(built).items():
-            self.record["sides"][side] = {**measurement.to_dict(), "environment": {}}  # the run's record has it once
+            self.record["sides"][side] = {**measurement.to_dict(), "environment": {}}  # stored once, in the run
             stopped = measurement.method["stopped"]
             cut = [stopped] * stopped.startswith("time budget")
             self.record["notes"] += [f"{side}: {text}." for text in (*measurement.doubts(), *cut)]
         for call in built.values():
             if call.prepared is not None:
-                call.prepared.check()  # raises if it was compiled again
+                call.prepared.check()  # raises if the call was compiled again
         if self.options.profile != "none":
             self.on_step("profile")
             self._profile(built)
 
     def _refuse_unsupported(self) -> None:
         supports = {side: self.target.support(self.case, side) for side in self.sides}
-        for side in reversed(self.sides):  # the optimized side first: its reason says more
+        for side in reversed(self.sides):  # the optimized side first, because its reason says more
             if not (support := supports[side]):
                 others = [self.target.side_name(name) for name, other in supports.items() if other]
                 also = f" Its other side runs here: {others[0]}." if others else ""
@@ -148,7 +148,7 @@ class CaseRun:
                 raise Refused(f"{self.target.side_name(side)} does not run here: {reason}{also}")
 
     def _prove(self, side: str, call: Built) -> None:
-        """Record what a side really ran, with the kernels and operators that prove it."""
+        """Record the backend that a side really ran, with its kernels and operators as proof."""
         launched = profile_launches(call.fn)
         provider = self.target.prove(self.case, side, call, launched)
         facts = dict(self.target.facts(self.case, side, call))
@@ -165,7 +165,7 @@ class CaseRun:
         }
 
     def _timing_options(self) -> dict:
-        """Return all options of the timer, with the roofs of this machine; note what is odd about these."""
+        """Return all options of the timer, with the roofs of this machine. Add a note if the roofs are doubtful."""
         cost, roofs = self.case.workload.cost, machine_roofs()
         options = {"device": self.case.device, "flops": cost.flops or None, "bytes": cost.bytes or None}
         options |= self.record["timing"] | {"dtype": self.precision}
@@ -180,7 +180,7 @@ class CaseRun:
         return options
 
     def _time(self, built: Mapping[str, Built]) -> dict[str, Measurement]:
-        """Time the sides: interleaved if both were asked for."""
+        """Time the sides. Two sides take turns."""
         options = self._timing_options()
         labels = {side: self.record["ran"][side]["range"] for side in built}
         if len(built) < 2:
@@ -196,7 +196,7 @@ class CaseRun:
 
     def _profile(self, built: Mapping[str, Built]) -> None:
         options, record, case, l2 = self.options, self.record, self.case, res.timing_mode(self.record)["l2"]
-        swept = (f"{name}-{value}" for name, value in case.swept.items())  # files of equal workloads stay apart
+        swept = (f"{name}-{value}" for name, value in case.swept.items())  # so that names of files differ
         folder = options.profiles_dir.joinpath(self.target.chapter, options.run_id, *swept)
         values = {key: setting.value for key, setting in case.settings.items()}
         for side, call in built.items():
@@ -213,18 +213,18 @@ def check_side(
     side: str,
     bounds: tuple[float, float] | None,
 ) -> Verification | None:
-    """Compare a side's outputs with the reference; return the verification with the largest error, None without one.
+    """Compare a side's outputs with the references; return the verification with the largest error, or None.
 
-    The side's own `fn`, which is timed afterwards, makes the outputs; `expected` has a reference for each, in their order.
+    The side's `fn` makes the outputs; later the same `fn` is timed. `expected` has references in the order of the outputs.
     `precision` and `bounds` are those of `verify`.
     """
     for _ in range(2):
-        built.fn()  # compiled functions may replay a CUDA graph from the third call on; that replay is verified
+        built.fn()  # a compiled function may replay a CUDA graph from the third call on: verify the replay
     result = built.fn()
     if not expected:
         return None
     outputs = list(result) if isinstance(result, (tuple, list)) else [result]
-    if bounds is not None:  # a user's function may return other things too
+    if bounds is not None:  # a user's function may also return values that are no tensors
         outputs = [one for one in outputs if isinstance(one, torch.Tensor)]
         if len(outputs) != len(expected):
             raise VerificationError(f"{side} returns {len(outputs)} tensors and the reference {len(expected)}.")
@@ -251,9 +251,9 @@ class Runner:
         device: torch.device,
         show: Callable[[str, int, int], None] = lambda step, done, total: None,
     ):
-        """Check the options and begin the document; nothing is written or run yet.
+        """Check the options and begin the document. Nothing is written or run yet.
 
-        Before each step of each case, `show` is called with it in words, how many came before it, and how many there are.
+        Before each step of each case, `show` gets the step in words, the number of steps before it, and of all steps.
         """
         options.check(device.type)
         self.cases = [(plan, case) for plan in plans for case in plan.cases]
@@ -276,7 +276,7 @@ class Runner:
     def run(self) -> dict:
         """Run all cases and return the document.
 
-        A kernel fault ends the run, and so does Ctrl-C, by KeyboardInterrupt. Both leave valid results.
+        A kernel fault and Ctrl-C (KeyboardInterrupt) end the run. The results are valid in both cases.
         """
         self.options.folder.mkdir(parents=True)
         self.save()
@@ -300,7 +300,7 @@ class Runner:
         write_whole(self.options.folder / res.REPORT_FILE, markdown(self.document))
 
     def _run_case(self, plan: Plan, case: Case, number: int) -> None:
-        """Run one case into the document; only Ctrl-C leaves by an exception."""
+        """Run one case and record it in the document, also if it fails. Only Ctrl-C raises an exception."""
         record = empty_record(plan, case, self.options)
         self.document["cases"].append(record)
         if self.lost_gpu:
@@ -318,7 +318,7 @@ class Runner:
         except KeyboardInterrupt:
             record |= {"status": res.INTERRUPTED, "reason": "Ctrl-C; the results so far are kept."}
             raise
-        except (Exception, SystemExit) as error:  # SystemExit: of a function that ends its program
+        except (Exception, SystemExit) as error:  # SystemExit: a function may call sys.exit
             record["status"], record["reason"] = _failure(error)
             if not isinstance(error, BenchError):
                 record["traceback"] = "".join(traceback.format_exception(error))
@@ -339,7 +339,7 @@ class Runner:
 
 
 def _failure(error: BaseException) -> tuple[str, str]:
-    """Return the status and the reason of a case that ended with this exception."""
+    """Return status and reason of a case that this exception ended."""
     if isinstance(error, BenchError):
         return (res.REFUSED if isinstance(error, Refused) else res.FAILED), str(error)
     notes = " ".join(getattr(error, "__notes__", []))

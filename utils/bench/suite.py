@@ -6,8 +6,8 @@
     harness.save_results(result, Path("out/my_kernel.json"))
     harness.compare_results(baseline_path=Path("out/baseline.json"), current_result=result)["speedup"]
 
-A kernel function that returns a number times itself: the number is its elapsed ms, and one sample. `measure()` times a
-kernel function that returns anything else. The result says which of the two timed it.
+If a kernel function returns a number, this number is its elapsed ms, and one sample. Otherwise `measure()` times the
+function. The result says whose clock it was.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from utils.machine.environment import environment, gpu_state
 from utils.validation import whole_number
 
 RESULT = Schema("labs-bench-suite", 3, ("label", "method", "samples_ms"))
-CLOCK_SLACK_MS = 0.05  # the kernel's clock and the host's may differ by this much
+CLOCK_SLACK_MS = 0.05  # the clocks of kernel and host may differ by this much
 
 
 @dataclass(frozen=True)
 class BenchmarkConfig:
-    """How kernels are benchmarked."""
+    """The options of the kernel suite."""
 
     warmup_iterations: int = 200  # calls before the timing
     benchmark_iterations: int = 500  # samples
@@ -74,7 +74,7 @@ class CUDABenchmarkHarness:
         flop_count: float | None = None,
         memory_bytes: float | None = None,
     ) -> Measurement:
-        """Benchmark `kernel_func()`; `method` of the result has the configuration and whose clock it was.
+        """Benchmark `kernel_func()`. The result's `method` has the configuration and names the clock.
 
         Args:
             kernel_func: returns its own elapsed time in ms, or anything else if the harness is to time it.
@@ -103,7 +103,7 @@ class CUDABenchmarkHarness:
         return replace(measured, method=measured.method | facts)
 
     def _own_times(self, kernel_func: Callable, work: dict) -> Measurement:
-        """Collect the times that the kernel function returns, with the cache flushed before each call if that is asked for."""
+        """Collect the times that the kernel function returns. With flush_l2_cache, flush the cache before each call."""
         config = self.config
         flush = flush_buffer(self.device) if config.flush_l2_cache else torch.empty(0)
         for _ in range(config.warmup_iterations):
@@ -124,14 +124,14 @@ class CUDABenchmarkHarness:
         return Measurement(tuple(samples), interval, **work, method=method, environment=environment(self.device))
 
     def save_results(self, result: Measurement, path: Path | str) -> Path:
-        """Write a result with its raw samples as JSON, in the place of an older file of that name."""
+        """Write a result with its raw samples as JSON. It replaces a file of the same name."""
         return write_json(Path(path), RESULT.document(**result.to_dict()))
 
     def compare_results(self, baseline_path: Path | str, current_result: Measurement) -> dict:
         """Compare a result with a saved baseline: {"speedup", "improvement_pct", "interval", "verdict"}.
 
-        `improvement_pct` is the share of the baseline's time that is saved. Results of another machine, FLOP or byte
-        count, or cache state are refused, and the error names the difference.
+        `improvement_pct` is the saved share of the baseline's time. If machine, FLOPs, bytes or cache state differ, an
+        error names the difference.
         """
         old, new = load_result(Path(baseline_path)), current_result
         before, now = _facts(old), _facts(new)
@@ -154,7 +154,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _check_own_time(value: Any, wall_ms: float, call: int, kernel_name: str) -> float:
-    """Return the time that a kernel function reported; raise BenchError if it cannot be the elapsed ms of the call."""
+    """Return the time that a kernel function reports; raise BenchError if the call cannot have taken this time."""
     if not _is_time(value) or not math.isfinite(value) or value <= 0:
         raise BenchError(
             f"{kernel_name} returned {value!r} in call {call} (counted from 0) and a time "
@@ -179,7 +179,7 @@ def _refuse_transfers(kernel_func: Callable, kernel_name: str) -> None:
 
 
 def _facts(result: Measurement) -> dict:
-    """Return what two results must share to be compared: the machine, the work and the state of the cache."""
+    """Return the facts that two comparable results share: machine, work and state of the cache."""
     machine = result.environment
     facts = {"GPU": machine.get("gpu"), "CPU": None if machine.get("gpu") else machine.get("cpu")}
     facts |= {"flop_count": result.flops, "memory_bytes": result.bytes}

@@ -28,10 +28,10 @@ RunName = Annotated[str, typer.Argument(help="A run id, its folder, or a results
 
 
 class Commands(TyperGroup):
-    """Commands that say what the user can solve in one line, and end with exit status 2."""
+    """Commands that end with one line and exit status 2, without a traceback, if the user can solve the error."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; `OSError` is of a file that cannot be read or written, or of a full disk."""
+        """Run a command. An OSError means that a file cannot be read or written, or that the disk is full."""
         try:
             return super().invoke(ctx)
         except UserError as error:
@@ -55,13 +55,13 @@ def console(stderr: bool = False) -> Console:
 def show_table(columns: Sequence[str], lines: Sequence[Sequence[object]], *, wrap: Sequence[str] = ()) -> None:
     """Print a table on standard output; the cells are shown as they are, without rich's markup.
 
-    A table that is wider than the terminal would break numbers inside. What all its lines share then stands above it, and lines
-    with the same first cell are a table of their own. What is still too wide is turned: the lines stand side by side.
+    In a table wider than the terminal, numbers would break. So common cells then stand above the table, and lines with the
+    same first cell become a separate table. If this is still too wide, the lines stand side by side as columns.
 
     Args:
         columns: the names of the columns.
         lines: the cells of each line.
-        wrap: columns of sentences, which may be broken between words, down to 15 characters.
+        wrap: columns of sentences. They may break between words and become as narrow as 15 characters.
     """
     from rich.table import Table
     from rich.text import Text
@@ -109,10 +109,10 @@ def show_json(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def steps_shown(*, remaining: bool = False) -> Iterator[Callable]:
-    """Show steps on standard error as a bar, with the time passed or remaining; without a terminal, as a line for each tenth.
+def show_steps(*, remaining: bool = False) -> Iterator[Callable]:
+    """Show steps on standard error as a bar with the time. Without a terminal, print a line after each tenth.
 
-    The function that it yields takes a step in words, how many steps are done, and of how many.
+    It yields a function of three arguments: the step in words, the number of done steps, and the number of all steps.
     """
     from rich import progress
 

@@ -19,7 +19,7 @@ MASKS = tuple(attention.masks.MASKS)
 SCORE_MODS = ("none", "relative_bias", "soft_cap")
 DIRECTIONS = ("forward", "backward", "both")
 SOFT_CAP = 20.0
-# Backward multiplies five times where forward does twice: the scores are computed again, dP, dV, dQ and dK.
+# The forward pass has two products. The backward pass has five: the scores again, dP, dV, dQ and dK.
 BACKWARD_FLOPS = 2.5
 
 
@@ -27,9 +27,9 @@ BACKWARD_FLOPS = 2.5
 class Workload:
     """Attention of q (B, H, Sq, D) over k and v (B, Hkv, Sk, D). Two results are comparable if these fields are equal.
 
-    doc_span: tokens a document has; the last one may be shorter. kv_heads, seq_len_kv: 0 for as many as q has.
-    direction: "forward", "backward" or "both". window: only keys fewer than this many positions away. The last query is
-    at the last key.
+    doc_span: tokens of a document; the last document may be shorter. kv_heads, seq_len_kv: 0 means the same as q.
+    direction: "forward", "backward" or "both". window: a query sees keys fewer than this many positions away. The last
+    query is at the position of the last key.
     """
 
     batch: int
@@ -75,7 +75,7 @@ class Workload:
         return " ".join(parts + [one for one in (self.score_mod, self.direction) if one not in ("none", "forward")])
 
     def to_dict(self) -> dict:
-        """Return the fields, for a JSON file; those after `score_mod` only where they differ from plain self-attention."""
+        """Return the fields for a JSON file. Fields after `score_mod` are left out if they are as in plain self-attention."""
         plain = {"kv_heads": self.heads, "seq_len_kv": self.seq_len, "direction": "forward"}
         fields = asdict(self)
         always = list(fields)[: list(fields).index("score_mod") + 1]
@@ -96,7 +96,7 @@ class Workload:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of one head that the mask lets through."""
+        """Number of query-key pairs of one head that the mask allows."""
         if self.doc_span is not None:
             count, rest = divmod(self.seq_len, self.doc_span)
             lengths = {self.doc_span: count, rest: 1} if rest else {self.doc_span: count}
@@ -105,13 +105,13 @@ class Workload:
             rows = row_chunks(by_name(self.mask), self.seq_len, self.seq_len_kv, "cpu")
             return sum(int(allowed.sum()) for _, allowed in rows)
         pairs = attended_pairs(self.seq_len, self.seq_len_kv, self.causal or self.window is not None, self.window)
-        if self.window is not None and not self.causal:  # the later keys, without the query's own
+        if self.window is not None and not self.causal:  # later keys, without the key at the query's position
             pairs += attended_pairs(self.seq_len, self.seq_len, True, self.window) - self.seq_len
         return pairs
 
     @property
     def cost(self) -> Cost:
-        """FLOPs of the pairs let through, and the least bytes: q, k, v, the output and gradients once each."""
+        """FLOPs of the allowed pairs, and the fewest bytes: q, k, v, the output and the gradients once."""
         query, key = self.batch * self.heads * self.seq_len, self.batch * self.kv_heads * self.seq_len_kv
         forward = 4 * self.batch * self.heads * self.head_dim * self.pairs
         passes = {"forward": (1.0, 2), "backward": (BACKWARD_FLOPS, 4), "both": (1.0 + BACKWARD_FLOPS, 6)}
@@ -128,9 +128,9 @@ class Workload:
 
 
 def make_inputs(workload: Workload, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
-    """Draw standard normal q (B, H, Sq, D), k and v (B, Hkv, Sk, D), and the output's gradient unless the pass is forward.
+    """Draw standard normal q (B, H, Sq, D), k and v (B, Hkv, Sk, D), and the output's gradient for a backward pass.
 
-    On a CPU they depend on the seed alone; a GPU draws its own, which is quick.
+    On a CPU the numbers depend only on the seed. A GPU draws different numbers, because this is faster.
     """
     generator = torch.Generator(device).manual_seed(seed)
     shapes = [workload.shape, workload.kv_shape, workload.kv_shape]
@@ -140,7 +140,7 @@ def make_inputs(workload: Workload, device: torch.device, seed: int) -> tuple[to
 
 
 def reference(workload: Workload, q, k, v, dout=None) -> dict[str, torch.Tensor]:
-    """Return the call's results in float64, in its order: "output", "gradient of q", "gradient of k", "gradient of v"."""
+    """Return the results in float64, in the call's order: "output", "gradient of q", "gradient of k", "gradient of v"."""
     if workload.direction == "forward":
         return {"output": attention.reference(q, k, v, **workload.attention_arguments)[0]}
     out, gradients = attention.reference_gradients(q, k, v, dout, **workload.attention_arguments)
@@ -149,13 +149,13 @@ def reference(workload: Workload, q, k, v, dout=None) -> dict[str, torch.Tensor]
 
 
 def arithmetic(dtype: str, device: torch.device) -> str:
-    """Return the precision of products of this dtype: in fp32 on a GPU, torch may be allowed to use TF32."""
+    """Return the precision of products of this dtype. With fp32 on a GPU it is TF32, if torch's setting allows TF32."""
     tf32 = dtype == "fp32" and device.type == "cuda" and float32_matmul_precision() != "highest"
     return "tf32" if tf32 else dtype
 
 
 def check_fits(label: str, needed: int, device: torch.device) -> None:
-    """Raise Refused, before anything is allocated, if the free memory cannot hold the bytes that a run needs."""
+    """Raise Refused if a run needs more bytes than the free memory has. This comes before all allocations."""
     if needed > (free := available_memory_bytes(device)):
         raise Refused(
             f"{label} needs about {needed / 1e9:,.1f} GB (inputs, float64 reference, stored scores) and {free / 1e9:,.1f} GB "

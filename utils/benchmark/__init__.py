@@ -1,6 +1,6 @@
-"""One way to measure: `measure` and `compare`, what they return, and what ran while they did.
+"""Timing, memory and profiles of functions.
 
-`from utils.benchmark import benchmark_latency` is the course's documented call; the modules hold the rest.
+The notebooks import the functions below. `measuring` holds `measure` and `compare`, the one way to take a time.
 """
 
 from utils.benchmark.latency import benchmark_latency, benchmark_memory, count_cuda_kernels, default_schedule

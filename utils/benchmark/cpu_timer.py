@@ -1,11 +1,11 @@
-"""How samples are taken: what both clocks share, and the CPU's clock. `cuda_timer` has the GPU's clock.
+"""Take samples by the CPU's clock. `cuda_timer` builds on this file and takes samples by the GPU's clock.
 
-A sample is the time of `calls_per_sample` calls, divided by that number. Each timer has the same four steps: `warm_up`,
-`calibrate` (how many calls make a sample long enough for the clock), `sample`, and `floor_ms` (the time of an empty
-call). `sampling` decides how many samples there are.
+A sample is the time of `calls_per_sample` calls, divided by this number. Each timer has the same four steps: `warm_up`
+calls the function untimed, `calibrate` finds how many calls make a sample long enough for the clock, `sample` takes the
+times, and `floor_ms` times an empty call. `sampling` decides how many samples there are.
 
-When two functions take turns, each finds the cache as the other left it. With a warm cache, a function of up to 1 ms is
-therefore called once, untimed, before a sample that follows a sample of the other function.
+When two functions A and B take turns, B finds the data of A in the cache. So with a warm cache, a function of up to 1 ms
+is called once, untimed, before each of its samples that follows a sample of another function.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ import torch
 from utils.machine.environment import last_level_cache_bytes
 
 CPU_SAMPLE_MS = 0.020  # a CPU sample is at least this much longer than one reading of the clock
-CALIBRATE_BELOW_MS = 1.0  # a longer call is a sample by itself, on either clock
+CALIBRATE_BELOW_MS = 1.0  # a longer call is a sample by itself, on both clocks
 MAX_CPU_CALLS = 100_000  # calls in one sample
 PRIMED_BELOW_MS = 1.0  # for a longer call, the contents of the cache at its start hardly matter
-LEAST_FLUSH = {"cpu": 64 * 1024**2, "cuda": 256 * 1024**2}  # bytes; on a GPU as many as triton.testing.do_bench writes
+LEAST_FLUSH = {"cpu": 64 * 1024**2, "cuda": 256 * 1024**2}  # bytes; triton.testing.do_bench also writes 256 MiB
 
 
 class Call:
-    """A function with its arguments, and what is known about its cost."""
+    """A function with its arguments, and measurements of its cost."""
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, label: str):
         self.fn, self.args, self.kwargs, self.label = fn, args, kwargs, label
-        self.calls_per_run = 1  # calls of the user's function in one call of `fn`: more in an unrolled graph
+        self.calls_per_run = 1  # calls of the user's function in one call of `fn`; more than 1 in a CUDA graph
         self.runs_per_sample = 1
         self.warmed_up = 0  # warm-up calls that were made
-        # Of one run, in the fastest chunk of the warm-up: a pause of the host in one chunk says nothing of the others.
-        self.run_ms: float | None = None
-        self.issue_ms: float | None = None  # CPU time to issue it
+        # A pause of the host makes a chunk of the warm-up too long, so these two come from the fastest chunk.
+        self.run_ms: float | None = None  # time of one run
+        self.issue_ms: float | None = None  # CPU time to issue one run
         self.gpu_ms: float | None = None  # shortest time of one run between two events
         self.queueable = True  # False: the function waits for the GPU, so nothing can be queued behind it
-        self.timed: list[tuple[bool, bool]] = []  # of a GPU's samples: queued ahead of it, and its clocks held back
+        self.timed: list[tuple[bool, bool]] = []  # of each GPU sample: queued in time, clocks held back
         self.notes: list[str] = []
 
     def prime(self, previous: Call | None) -> None:
-        """Call once, untimed, if another function has just used the cache and this function is short enough to care."""
+        """Call once, untimed, if another function has just used the cache and this function is short."""
         if previous is not None and previous is not self and (self.run_ms or 0.0) <= PRIMED_BELOW_MS:
             self.play(1, "untimed")
 
     def play(self, runs: int, phase: str) -> int:
-        """Call the function `runs` times; return the host time in ns. Its exceptions get a note with label and phase."""
+        """Call the function `runs` times; return the host time in ns. An exception gets a note with label and phase."""
         fn, args, kwargs, clock = self.fn, self.args, self.kwargs, time.perf_counter_ns
         try:
             begin = clock()
@@ -64,7 +64,7 @@ class Call:
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def pause_collector() -> Iterator[None]:
     """Pause the garbage collector: the time of a collection inside a sample would count as the function's."""
     enabled = gc.isenabled()
     gc.disable()
@@ -76,14 +76,14 @@ def collector_paused() -> Iterator[None]:
 
 
 def flush_buffer(device: torch.device) -> torch.Tensor:
-    """Return a buffer of twice the cache, a GPU's L2 or the last level of a CPU: after it is written, that holds nothing else."""
+    """Return a buffer of twice the cache (GPU: L2, CPU: last level). Writing the buffer removes all other data from the cache."""
     on_gpu = device.type == "cuda"
     cache = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else last_level_cache_bytes() or 0
     return torch.zeros(max(2 * cache, LEAST_FLUSH[device.type]) // 4, dtype=torch.int32, device=device)
 
 
 class CpuTimer:
-    """Host time of calls by `time.perf_counter_ns`, with the garbage collector paused; the GPU's timer builds on it."""
+    """Measures the host time of calls by `time.perf_counter_ns`, while the garbage collector is paused."""
 
     clock = "time.perf_counter_ns"
     previous: Call | None = None  # the call that used the cache last
@@ -95,9 +95,9 @@ class CpuTimer:
         self.shortest_sample_ms = self.shortest_call_ms = CPU_SAMPLE_MS + self.clock_ms
 
     def prepare(self, call: Call, warmup: int, calls_per_sample: int | None, deadline: float = math.inf) -> Call:
-        """Warm up and set the calls per sample: None finds the number for this clock. Return the call to time.
+        """Warm up, set the number of calls per sample, and return the call to time.
 
-        The preparation ends at the deadline, in `time.perf_counter` seconds.
+        calls_per_sample: None lets `calibrate` find the number. deadline: end of the preparation, by `time.perf_counter`.
         """
         self.warm_up(call, warmup, deadline)
         if calls_per_sample is not None or self.flush is not None:
@@ -107,7 +107,7 @@ class CpuTimer:
         return call
 
     def warm_up(self, call: Call, runs: int, deadline: float = math.inf) -> None:
-        """Run `runs` times in chunks, each as long as all before it; or fewer, if the next chunk would pass the deadline."""
+        """Run `runs` times in chunks that double in size; stop earlier if the next chunk would pass the deadline."""
         self.previous = call if runs else self.previous
         chunk = 1
         while call.warmed_up < runs:
@@ -138,13 +138,13 @@ class CpuTimer:
         """Wait for queued work; on a CPU there is none."""
 
     def max_runs(self, call: Call) -> int:
-        """Return the most runs that one sample may hold."""
+        """Return the largest number of runs in one sample."""
         return MAX_CPU_CALLS
 
     def sample(self, sequence: Sequence[Call], phase: str = "timed") -> list[float]:
         """Take one sample of each call in the sequence; return the ms of one call of the user's function."""
         times_ms = []
-        with collector_paused():
+        with pause_collector():
             for call in sequence:
                 if self.flush is not None:
                     self.flush.add_(1)  # reads and writes every line

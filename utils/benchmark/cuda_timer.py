@@ -1,17 +1,17 @@
-"""The GPU's clock: pairs of device events around samples that are queued in bursts.
+"""Take samples by the GPU's clock: a pair of device events stands around each sample, and samples are queued in bursts.
 
-The interval between two events contains everything the stream did in between, also waiting for the CPU. A kernel of
-5 us whose launch takes 8 us would read 8 us or more. Therefore a spin kernel first keeps the stream busy while the CPU
+The time between two events contains all work and all waiting of the stream, also the waiting for the CPU. A kernel of
+5 us would seem to take 8 us or more if its launch takes 8 us. Therefore a spin kernel first keeps the stream busy while the CPU
 queues a burst of samples behind it. Right after a sample is queued, its start event is queried. If the event has
 already passed, the CPU was too slow: the burst is thrown away and repeated behind a longer spin. The spin is no longer
-than the CPU needs, because a GPU that rests between bursts cools down, and a GPU at its power limit then runs faster
+than the CPU needs. A longer spin lets the GPU rest and cool down, and at its power limit the GPU then runs faster
 than under steady work (a bf16 matmul of 4096 on an H200: 175 us with rests, 182 to 197 us without).
 
-A pair of events measures up to 1 us more than its kernel where many launches wait behind it. With a warm cache, calls that
-short share a pair of events; functions that take turns stay in long bursts, where the microsecond is the same for both.
+A pair of events measures up to 1 us more than its kernel if many launches wait behind the pair. With a warm cache,
+several short calls share a pair of events. Functions that take turns share long bursts, so both get the same error.
 
-A function that waits for the GPU cannot be queued. Its samples are timed as they are issued, and a note says so. A
-function that takes turns with it is still queued, in bursts of its own.
+A function that waits for the GPU cannot be queued. Its samples then include the launch gaps, and a note says so. If a
+second function takes turns with it, the second function is still queued, in separate bursts.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from collections.abc import Sequence
 
 import torch
 
-from utils.benchmark.cpu_timer import Call, CpuTimer, collector_paused, flush_buffer
-from utils.machine.environment import gpu_state, held_back
+from utils.benchmark.cpu_timer import Call, CpuTimer, flush_buffer, pause_collector
+from utils.machine.environment import gpu_state, slowdown_reasons
 
-GPU_SAMPLE_MS = 0.200  # events resolve about 0.5 us: 0.25% of a sample this long
+GPU_SAMPLE_MS = 0.200  # events resolve about 0.5 us, which is 0.25% of such a sample
 GPU_SHORT_MS = 0.100  # several calls of a shorter kernel share one pair of events
 MAX_GPU_CALLS = 200  # calls in one sample
-BURST_ISSUE_MS = 3.0  # a stream takes about 1000 launches before the CPU has to wait: stay well below
+BURST_ISSUE_MS = 3.0  # a stream takes about 1000 launches, then the CPU must wait; a burst stays far below
 MAX_SPIN_MS = 50.0
-STATE_S = 0.1  # between two readings of the clocks: the GPU rests where a reading takes longer than the burst
-WORK_MS = 1.0  # of a call's work that is queued as one piece
+STATE_S = 0.1  # time between two readings of the clocks; the GPU rests during a reading that outlasts the burst
+WORK_MS = 1.0  # length of a piece of work in `work`
 LONGEST_BURST = 100  # samples
 BURST_TRIES = 4
 MIN_MARGIN, MAX_MARGIN = 1.5, 100.0  # the spin allows this many times the issue time that the warm-up measured
@@ -45,7 +45,7 @@ _GPU_FLOORS: dict[tuple, float] = {}
 
 @functools.cache
 def _spin_cycles_per_ms(index: int) -> float:
-    """Return the count at which `torch.cuda._sleep` keeps this GPU busy for one millisecond."""
+    """Return the argument of `torch.cuda._sleep` that keeps this GPU busy for one millisecond."""
     cycles = 5_000_000
     with torch.cuda.device(index):
         torch.cuda._sleep(1000)
@@ -58,27 +58,27 @@ def _spin_cycles_per_ms(index: int) -> float:
 
 
 class CudaTimer(CpuTimer):
-    """Device time between two events around each sample, queued in bursts, one synchronization a burst."""
+    """Measures the device time of samples between two events. Each burst of samples ends in one synchronization."""
 
     clock = "CUDA events"
     shortest_call_ms, shortest_sample_ms = GPU_SHORT_MS, GPU_SAMPLE_MS
 
     def __init__(self, device: torch.device, cold: bool, graph: bool, queue_ahead: bool):
         self.device, self.graph, self.queue_ahead = device, graph, queue_ahead
-        self.separate = False  # a burst of several functions failed: each function gets bursts of its own
+        self.separate = False  # True after a burst of several functions failed: then each function gets separate bursts
         self.margin = MIN_MARGIN
-        self.state: dict = {}  # of the GPU, when it was last read in a timed burst
+        self.state: dict = {}  # the last `gpu_state` of a timed burst
         self.read_s = -math.inf
         self.cycles_per_ms = _spin_cycles_per_ms(device.index) if queue_ahead else 0.0
         self.flush = flush_buffer(device) if cold else None
 
     def prepare(self, call: Call, warmup: int, calls_per_sample: int | None, deadline: float = math.inf) -> Call:
-        """Warm up and set the calls per sample as the CPU's timer does, and capture them in a CUDA graph if that is asked for."""
+        """Prepare as the CPU's timer does; with `graph`, also capture the calls of a sample in a CUDA graph."""
         call = super().prepare(call, max(warmup, 1) if self.graph else warmup, calls_per_sample, deadline)
         return self.capture(call) if self.graph else call
 
     def max_runs(self, call: Call) -> int:
-        """Return the most runs of one sample: what the CPU can issue within one burst."""
+        """Return the largest number of runs in one sample: the CPU can issue so many within one burst."""
         return max(1, min(MAX_GPU_CALLS, int(BURST_ISSUE_MS / max(call.issue_ms or 0.05, 1e-3))))
 
     def synchronize(self) -> None:
@@ -86,7 +86,7 @@ class CudaTimer(CpuTimer):
         torch.cuda.synchronize(self.device)
 
     def capture(self, call: Call) -> Call:
-        """Capture the calls of one sample in a CUDA graph; return its replay, warmed up."""
+        """Capture the calls of one sample in a CUDA graph; return the graph's replay after its warm-up."""
         self.synchronize()
         # After a failed capture the random generator still believes that it is being captured, and every later
         # torch.randn on the GPU raises. Therefore a failure restores this copy of the generator's state.
@@ -116,7 +116,7 @@ class CudaTimer(CpuTimer):
         return issue * call.runs_per_sample + 0.03 + (issue if self.flush is None else 0.0)
 
     def _burst_length(self, sequence: Sequence[Call]) -> int:
-        """Number of samples to queue as one burst: as many as fit in BURST_ISSUE_MS, at least one.
+        """Return the number of samples of the next burst: as many as fit in BURST_ISSUE_MS, at least one.
 
         Calls that wait for the GPU and calls that do not are never in the same burst.
         """
@@ -138,7 +138,7 @@ class CudaTimer(CpuTimer):
         return min(MAX_SPIN_MS, spin + 0.2)
 
     def _burst(self, burst: Sequence[Call], phase: str) -> tuple[list[float], bool]:
-        """Queue one burst; return the ms of its samples, and whether every sample was queued before it began."""
+        """Queue one burst; return the ms of its samples, and whether the CPU queued every sample before the GPU reached it."""
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in burst]
         ahead = self.queue_ahead and burst[0].queueable
         if ahead:
@@ -154,7 +154,7 @@ class CudaTimer(CpuTimer):
                 call.play(call.runs_per_sample, phase)
                 end.record()
                 ahead = ahead and not begin.query()
-            if phase == "timed" and time.perf_counter() > self.read_s + STATE_S:  # the GPU is still at the burst
+            if phase == "timed" and time.perf_counter() > self.read_s + STATE_S:  # the GPU still works at the burst
                 self.state, self.read_s = gpu_state(self.device), time.perf_counter()
             self.synchronize()
         except Exception as error:  # CUDA reports an error of the GPU at some later call
@@ -166,7 +166,7 @@ class CudaTimer(CpuTimer):
     def sample(self, sequence: Sequence[Call], phase: str = "timed") -> list[float]:
         """Take one sample of each call in the sequence; return the ms of one call of the user's function."""
         times_ms: list[float] = []
-        with torch.cuda.device(self.device), collector_paused():
+        with torch.cuda.device(self.device), pause_collector():
             while len(times_ms) < len(sequence):
                 rest = sequence[len(times_ms) : len(times_ms) + LONGEST_BURST]
                 burst = rest[: self._burst_length(rest)]
@@ -177,7 +177,7 @@ class CudaTimer(CpuTimer):
                     self.margin = min(2.0 * self.margin, MAX_MARGIN)
                 else:
                     self._give_up(burst)
-                    continue  # its samples are taken again, in another way
+                    continue  # takes the samples again: separately, or without a queue
                 self.margin = max(MIN_MARGIN, 0.8 * self.margin)
                 for call, ms in zip(burst, burst_ms, strict=True):
                     run_ms = ms / call.runs_per_sample
@@ -185,24 +185,24 @@ class CudaTimer(CpuTimer):
                         call.gpu_ms = min(call.gpu_ms or run_ms, run_ms)
                     times_ms.append(run_ms / call.calls_per_run)
                     if phase == "timed":
-                        call.timed.append((ahead, bool(held_back(self.state))))
+                        call.timed.append((ahead, bool(slowdown_reasons(self.state))))
         return times_ms
 
     def work(self, call: Call, seconds: float) -> None:
-        """Keep the GPU at a call's work for some time, without measuring and without a spin, in which it would rest."""
+        """Keep the GPU busy with a call for some time, without measuring. There is no spin: the GPU would rest in it."""
         runs, end, before = call.runs_per_sample, time.perf_counter() + seconds, None
-        with torch.cuda.device(self.device), collector_paused():
+        with torch.cuda.device(self.device), pause_collector():
             while time.perf_counter() < end:
                 for _ in range(max(1, int(WORK_MS / max((call.run_ms or 0.0) * runs, 0.05)))):
                     call.play(runs, "untimed")
-                # The next piece is queued while the one before it runs, so that the GPU is never without work.
+                # Queue a piece, then wait for the previous piece: in the other order the GPU would have no work in between.
                 if before is not None:
                     before.synchronize()
                 before = torch.cuda.Event()
                 before.record()
 
     def _give_up(self, burst: Sequence[Call]) -> None:
-        """The queue did not stay ahead of these calls: separate them, or time a single call as it is issued."""
+        """After failed bursts, give each function separate bursts; if there is only one function, time it without a queue."""
         if any(call is not burst[0] for call in burst):
             self.separate, self.margin = True, MIN_MARGIN
             return

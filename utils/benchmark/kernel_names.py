@@ -1,4 +1,4 @@
-"""What a kernel or operator does, by its name; this module needs no torch.
+"""Tell by a name what a kernel or operator does. This module does not import torch.
 
     >>> classify("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT")
     'gemm'
@@ -19,11 +19,11 @@ ELEMENTWISE, REDUCTION, MEMORY, OTHER = "elementwise", "reduction", "memory", "o
 
 FAMILIES = (GEMM, ATTENTION, SOFTMAX, LAYERNORM, ELEMENTWISE, REDUCTION, MEMORY, OTHER)
 
-# The keys that `count_cuda_kernels` documents. An attention kernel is gemm and softmax in one, a reduction neither.
+# `count_cuda_kernels` counts attention, which is gemm and softmax together, and reductions as "other".
 DOCUMENTED_KEY = {family: family for family in FAMILIES} | {ATTENTION: OTHER, REDUCTION: OTHER}
 
-# Library and hand-written kernels; the first match counts. Attention comes before gemm, because `flash_fwd` kernels are
-# built of gemms and name them in their template arguments.
+# Library and hand-written kernels; the first match counts. Attention comes before gemm, because `flash_fwd` kernels name
+# gemms in their template arguments.
 _WORDS_OF = (
     (ATTENTION, r"flash(?!infer)|fmha|sdpa|attention|attn|flex_decoding|mha_(fwd|bwd|varlen)"),
     (GEMM, r"gemm|gemv|nvjet|matmul|splitk|xmma|cutlass.*(tensorop|wgmma|simt)|_(mm|bmm|addmm)(_|$)|implicit_convolve"),
@@ -74,7 +74,7 @@ _OPERATORS = {
 }
 _ATEN = {name: family for family, names in _OPERATORS.items() for name in names.split()}
 
-# Operators that only change shape and stride, reserve memory or query something: they launch nothing.
+# Operators that launch nothing: they only change shape and stride, reserve memory or answer a question.
 _FREE = (
     "view unsafe_view view_as reshape_alias as_strided transpose t permute unsqueeze squeeze expand expand_as select "
     "slice narrow split split_with_sizes chunk unbind unflatten flatten movedim swapaxes diagonal detach alias lift "
@@ -86,7 +86,7 @@ _FREE = (
 )
 FREE_OPERATORS = frozenset(_FREE.split())
 
-# Operators that only call others: their cost is the cost of the operators inside them, which may be none.
+# Operators that only call other operators. Their cost is the cost of the operators inside them, if there are any.
 _WRAPPERS = (
     "reshape to contiguous type_as dropout feature_dropout flatten cpu cuda matmul linear softmax log_softmax "
     "layer_norm scaled_dot_product_attention clone _to_copy pin_memory"
@@ -133,7 +133,7 @@ def _first_match(text: str) -> str:
 
 
 def _classify_native(head: str, text: str) -> str:
-    """Classify one of torch's own CUDA kernels; copies and fills run in the elementwise kernel as well."""
+    """Classify a CUDA kernel of torch itself. Copies and fills also run in torch's elementwise kernel."""
     lowered = head.lower()
     if "elementwise" in lowered and not lowered.startswith(("index_elementwise", "_scatter_gather")):
         moves = (
@@ -146,7 +146,7 @@ def _classify_native(head: str, text: str) -> str:
 
 
 def bare_operator(name: str) -> str:
-    """Return the name of an operator without namespace, overload, and the underscores around it: "add" of "aten::add_.Tensor"."""
+    """Shorten "aten::add_.Tensor" to "add": without namespace, overload, and underscores at the ends."""
     return name.removeprefix("aten::").partition(".")[0].strip("_")
 
 

@@ -1,6 +1,6 @@
-"""The notebooks' three questions about a function: how long it takes, how much memory, and how many kernels it needs.
+"""The notebooks ask three questions about a function: its time, its memory and its number of kernels.
 
-`benchmark_latency` is one call of `measure`, which also gives samples, intervals and comparisons.
+`benchmark_latency` calls `measure` once. `measure` itself also returns samples and intervals.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def benchmark_latency(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 1
 
     The calls follow each other with no synchronization in between, and the whole run is timed: by device events on a
     GPU, by the host's clock on a CPU. On a GPU this is the time that a caller waits, so for kernels shorter than their
-    launch it is the time of the launch. `measure` gives the kernel alone, the spread, and a cold cache.
+    launch it is the time of the launch. `measure` can time the kernel alone, and with a cold cache.
 
     Args:
         fn: called exactly n_warmup + n_repeat times.
@@ -63,11 +63,11 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
 
     `peak_memory_gb` is absolute: all tensor memory at the worst moment of the n_repeat calls, including the inputs and
     all other live tensors. `allocated_memory_gb` is the memory that the call adds at that moment to the memory in use
-    before the calls, its own result included. Use this number to compare two functions.
+    before the calls, including its result. Use this number to compare two functions.
 
     On a GPU both numbers come from torch's allocator. On a CPU the addition comes from torch's allocation events, and
-    the peak is the addition plus the storages of the tensors alive before the call. Neither contains memory of
-    other threads, or that libraries such as oneDNN take without torch's allocator.
+    the peak is the addition plus the storages of the tensors alive before the call. Both leave out memory of
+    other threads, and memory that libraries such as oneDNN take without torch's allocator.
 
     Args:
         fn: called exactly n_warmup + n_repeat times; its results are dropped.
@@ -91,7 +91,7 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
         peak = torch.cuda.max_memory_allocated(device)
         return peak / 1e9, (peak - before) / 1e9
     before = live_cpu_tensor_bytes()
-    added = _cpu_peak_of(call, n_repeat)
+    added = _cpu_peak_bytes(call, n_repeat)
     return (before + added) / 1e9, added / 1e9
 
 
@@ -113,9 +113,9 @@ def live_cpu_tensor_bytes() -> int:
     return sum(storages.values())
 
 
-@sole_profiler()  # allocations are followed with it
-def _cpu_peak_of(call: Callable[[], None], runs: int) -> int:
-    """Return the largest number of bytes that torch's CPU allocator holds during calls, less those before them."""
+@sole_profiler()  # the profiler records the allocations
+def _cpu_peak_bytes(call: Callable[[], None], runs: int) -> int:
+    """Return by how many bytes the memory of torch's CPU allocator grows during calls, at most."""
     with torch.autograd.profiler.profile(profile_memory=True) as recorded:
         for _ in range(runs):
             call()
@@ -127,13 +127,13 @@ def _cpu_peak_of(call: Callable[[], None], runs: int) -> int:
 def count_cuda_kernels(prof) -> dict[str, int]:
     """CUDA kernels per profiled step by category: gemm, elementwise, softmax, layernorm, memory, other, total.
 
-    `prof` is a finished torch.profiler.profile. With a schedule the counts are those of one active step. Annotations
+    `prof` is a finished torch.profiler.profile. With a schedule, the counts are for one active step. Annotations
     (`ProfilerStep#3`, `record_function`, NVTX ranges) are not kernels. Copies and fills count as "memory", whether a
     kernel or the copy engine does them. Fused attention kernels and reductions count as "other".
 
     If the trace has no GPU work, CPU leaf operators are counted instead: operators that contain no other working
-    operator. Views, metadata and bare allocations do no work and are left out, and so is what torch.compile generates for
-    a CPU: it is a C++ function and no operator.
+    operator. Views, metadata and bare allocations do no work and are left out. Code that torch.compile generates for a
+    CPU is left out too, because it is a C++ function and no operator.
     """
     try:
         events = list(prof.events())
@@ -148,7 +148,7 @@ def count_cuda_kernels(prof) -> dict[str, int]:
             "count_cuda_kernels() was given a profile whose schedule kept no step: record CPU activity too, and call "
             "prof.step() once for each step, ten times with default_schedule (eleven begin anew and drop them)."
         )
-    # Where the calls end before the schedule, the last prof.step() has opened a step in which nothing runs.
+    # If the calls end before the schedule does, the last prof.step() has opened a step without work.
     count = len([step for step in steps if step.cpu_children] or steps) or 1
     roots = [event for event in events if event.device_type == DeviceType.CPU and event.cpu_parent is None]
     names = _cuda_kernel_names(events) or [name for event in roots for name in _working_operators(event)]
@@ -168,27 +168,27 @@ def _cuda_kernel_names(events: list) -> list[str]:
     def works(event) -> bool:
         if event.device_type != DeviceType.CUDA or _is_step(event) or event.is_user_annotation:
             return False
-        activity = getattr(event, "activity_type", None)  # torch 2.11 does not say it
+        activity = getattr(event, "activity_type", None)  # torch 2.11 has no activity types
         return event.name not in annotations if activity is None else activity in GPU_WORK
 
     return [event.name for event in events if works(event)]
 
 
 def _working_operators(event) -> list[str]:
-    """Return the operators at or inside this event that did work; of a wrapper, the operators inside it."""
+    """Return the working operators: this event itself, or the operators inside it if it is only a wrapper."""
     name = event.name
     if name.startswith("aten::") and bare_operator(name) in FREE_OPERATORS:
         return []
     working = [(child.name, _working_operators(child)) for child in event.cpu_children]
     inside = [inner for _, names in working for inner in names]
-    # Annotations, autograd's nodes and modules are no operators.
+    # Annotations, modules and nodes of autograd are no operators.
     if "::" not in name or name.startswith(("autograd::", "torch::", "profiler::")):
         return inside
     if name in WRAPPER_OPERATORS or any(classify(inner) != MEMORY for inner in inside):
         return inside
     if classify(name) == MEMORY:
         return inside or [name]
-    # This operator works itself. An `aten::to` inside `x + 1` only wraps the number 1 and a fill prepares the result:
-    # both are part of the operator. Copies are work of their own.
+    # This operator does work. Inside `x + 1`, an `aten::to` only wraps the number 1, and a fill prepares the result:
+    # both are part of the operator. A copy counts as a separate operator.
     parts = ("aten::to", "aten::fill_", "aten::zero_")
     return [inner for child, names in working if child not in parts for inner in names] + [name]

@@ -1,4 +1,4 @@
-"""The one timer: `measure` times a function, `compare` times two functions interleaved, `measure_together` several.
+"""Time functions: `measure` times one function, `compare` times two in turns, `measure_together` times several in turns.
 
     >>> measure(torch.matmul, a, b, flops=2 * n**3, dtype="bf16", roofs=machine_roofs(), l2="cold")
     >>> compare(naive, fused, x)                       # "fused is 1.83x as fast as naive [1.81, 1.84]: faster"
@@ -29,26 +29,26 @@ from utils.machine.environment import float32_matmul_precision
 from utils.reads import outside_values
 from utils.validation import check_callable
 
-# What a GPU's events cannot tell apart in a pair of samples, whatever their number: all ratios of a matmul of 6 us to itself lay
-# within 0.41% of 1 on two H200, and with half of this on both sides 73% of 200 intervals held 1 on the one, all of 77 on the other.
+# A GPU's events have an error that more pairs do not reduce. On two H200, all ratios of a matmul of 6 us to itself lay
+# within 0.41% of 1. With this margin on both sides, 73% of 200 intervals contained 1 on the first GPU, and all 77 on the second.
 PAIR_APART = 0.002
 
 
 def measure(fn: Callable, *args, label: str | None = None, **options) -> Measurement:
-    """Time `fn(*args, **kwargs)`: a Measurement with every sample, its statistics and how it was taken.
+    """Time `fn(*args, **kwargs)`; return a Measurement with all samples, statistics, and the method.
 
     Args:
         fn: the function to time; its result is dropped.
         *args: its arguments.
         label: name in the result. Default: the function's name.
-        **options: the fields of `Timing`, which says what they mean: `warmup`, `iterations`, `device`, `flops`, `bytes`,
+        **options: the fields of `Timing`, whose docstring explains them: `warmup`, `iterations`, `device`, `flops`, `bytes`,
             `roofs`, `dtype`, `l2`, `graph`, `max_seconds`, `calls_per_sample`, `queue_ahead`, `discard`. Other keywords go to
             `fn`; for a keyword of `fn` that is also an option here, use `functools.partial`.
     """
     check_callable("measure", fn, *args, *options.values())
-    timing, kwargs = _timing(options, args, fn)
+    timing, kwargs = _split_options(options, args, fn)
     call = Call(fn, args, kwargs, _label(fn) if label is None else str(label))
-    return _timed(timing, [call], itertools.repeat((0,)))[0]
+    return _measure_calls(timing, [call], itertools.repeat((0,)))[0]
 
 
 def compare(
@@ -56,24 +56,22 @@ def compare(
 ) -> Comparison:
     """Time a and b on the same arguments, interleaved, and say whether b is faster, slower or the same.
 
-    `speedup` is the time of a divided by the time of b: the median over pairs of neighbouring samples,
-    because neighbours share the machine's clocks. The interval comes from the order of their ratios. The speed-up is close
-    to the ratio of the two medians, and stays right when the clocks change. The verdict "same" means that the whole
-    interval lies within `same_within` of 1.
+    `speedup` is the time of a divided by the time of b. It is the median over pairs of neighbouring samples, because
+    neighbours share the machine's clocks: so it stays right when the clocks change. `intervals.speedup_interval` explains
+    the interval. The verdict "same" means that the whole interval lies within `same_within` of 1.
 
-    The options are those of `measure` and hold for both functions, and so do `flops` and `bytes`. These differ:
-    `iterations` counts pairs of samples, in the order a b b a a b b a, which cancels a steady drift; `labels` names a
-    and b in the result.
+    The options of `measure` hold for both functions, also `flops` and `bytes`. Two options differ: `iterations` counts
+    pairs of samples, and `labels` names a and b in the result. The order a b b a a b b a cancels a steady drift.
     """
     for fn in (a, b):
         check_callable("compare", fn, *args, *options.values())
     names = labels or ((_label(a), _label(b)) if _label(a) != _label(b) else ("a", "b"))
     if not isinstance(names, (tuple, list)) or len(names) != 2:
         raise ValueError(f"labels must be two names, of a and of b, got {labels!r}; None takes the functions' names.")
-    timing, kwargs = _timing(options, args, a, b)
+    timing, kwargs = _split_options(options, args, a, b)
 
     calls = [Call(fn, args, kwargs, name) for fn, name in zip((a, b), names, strict=True)]
-    side_a, side_b = _timed(timing, calls, itertools.cycle(((0, 1), (1, 0))))
+    side_a, side_b = _measure_calls(timing, calls, itertools.cycle(((0, 1), (1, 0))))
     low, high = stats.speedup_interval(side_a.samples_ms, side_b.samples_ms)
     apart = 1.0 + (PAIR_APART if timing.on_gpu else 0.0)
     interval = low / apart, high * apart
@@ -88,23 +86,23 @@ def compare(
 
 
 def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], **options) -> list[Measurement]:
-    """Time several functions without arguments, interleaved: a Measurement of each.
+    """Time several functions without arguments in turns; return a Measurement of each function.
 
-    Each round takes one sample of every function, in a random order: in a fixed one a function would always follow the same
-    one, and find its clocks and its cache. The functions run under the same clocks, so their times may
-    be divided by each other; `compare` also gives the ratio of two functions an interval. The options are those of
-    `measure`, and hold for all functions; other keywords go to every function.
+    Each round takes one sample of every function, in a random order. In a fixed order, a function would always find the
+    cache and clocks of the same predecessor. All functions run under the same clocks, so their times may be divided by
+    each other; `compare` also gives an interval of the ratio. The options of `measure` hold for all functions, and all
+    other keywords go to every function.
     """
     if len(fns) != len(labels) or not fns:
         raise ValueError(f"measure_together() needs a label for each function: {len(fns)} and {len(labels)} given.")
-    timing, kwargs = _timing(options, (), *fns)
+    timing, kwargs = _split_options(options, (), *fns)
     calls = [Call(fn, (), kwargs, str(label)) for fn, label in zip(fns, labels, strict=True)]
     draw, order = random.Random(0), range(len(calls))
-    return _timed(timing, calls, (draw.sample(order, len(order)) for _ in itertools.count()))
+    return _measure_calls(timing, calls, (draw.sample(order, len(order)) for _ in itertools.count()))
 
 
-def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, dict]:
-    """Return the options among the keywords, with the device settled, and the other keywords."""
+def _split_options(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, dict]:
+    """Split keywords into the options, with the device filled in, and the keywords of the functions."""
     fields = Timing.__dataclass_fields__
     options = {name: value for name, value in keywords.items() if name in fields}
     kwargs = {name: value for name, value in keywords.items() if name not in fields}
@@ -112,12 +110,12 @@ def _timing(keywords: dict, args: tuple, *fns: Callable) -> tuple[Timing, dict]:
     return Timing(device, **options), kwargs
 
 
-def _timed(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
-    """Time the calls. Nothing beats its roof: if a result does, a measured roof is measured again, and the best counts."""
-    work = _work(timing, calls)  # before the timing, because it refuses a dtype without a roof
+def _measure_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
+    """Time the calls. If a result exceeds a measured roof, the roof was too low: measure it again and keep the best."""
+    work = _work(timing, calls)  # before the timing, because a dtype without a roof is an error
     results = [replace(result, **work) for result in time_calls(timing, calls, turns)]
     if any(result.over_roof for result in results):
-        work["roof"] = timing.roofs.measured_again().record(work["dtype"])
+        work["roof"] = timing.roofs.remeasure().record(work["dtype"])
         results = [replace(result, **work) for result in results]
     return results
 
@@ -128,7 +126,7 @@ def _label(fn: Callable) -> str:
 
 
 def _work(timing: Timing, calls: list[Call]) -> dict[str, Any]:
-    """Return a measurement's fields of its work: FLOPs and bytes of one call, the name of the peak, and the roofs, if given."""
+    """Return these fields of a Measurement: FLOPs and bytes of one call, the dtype of the peak, and the roofs if given."""
     dtype = timing.dtype
     if dtype is None:
         tensors = (tensor for call in calls for tensor in tensors_of([call.args, call.kwargs, call.fn]))
@@ -149,7 +147,7 @@ def _work(timing: Timing, calls: list[Call]) -> dict[str, Any]:
 
 
 def tensors_of(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a call: in arguments, containers and modules, in a function's closure and its globals."""
+    """Yield the tensors in arguments, containers and modules, and in the closure and the globals of a function."""
     inner: Iterable = ()
     if isinstance(value, torch.Tensor):
         yield value
@@ -168,7 +166,7 @@ def tensors_of(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def pick_device(device: torch.device | str | None, *values) -> torch.device:
-    """Return the device asked for; else the device of the call's tensors, GPU before CPU; else the default device."""
+    """Return `device`. If it is None, return the device of the call's tensors, GPU before CPU, or the default device."""
     if device is not None:
         chosen = usable_device(device)
     else:

@@ -38,13 +38,13 @@ class TraceEvent:
 
     name: str
     category: str  # "cpu_op", "kernel", "gpu_memcpy", "cuda_runtime", "user_annotation", ...
-    start_us: float  # after the first event of the trace
+    start_us: float  # time since the first event of the trace
     duration_us: float
     lane: str  # "GPU 0 stream 7" or "thread 4242"
 
     @property
     def end_us(self) -> float:
-        """End, in us after the first event of the trace."""
+        """End of the event, in us since the first event of the trace."""
         return self.start_us + self.duration_us
 
     @property
@@ -54,13 +54,13 @@ class TraceEvent:
 
     @property
     def family(self) -> str:
-        """The family by name: gemm, attention, softmax, layernorm, elementwise, reduction, memory or other."""
+        """What the event does, by its name: one of `kernel_names.FAMILIES`, such as "gemm"."""
         return classify(self.name)
 
 
 @contextmanager
 def sole_profiler() -> Iterator[None]:
-    """Raise RuntimeError inside of a profiler, and beside one: a second one ruins what the first records, or ends the process."""
+    """Raise RuntimeError if a profiler is running. A second profiler would ruin the first recording or end the process."""
     if torch._C._autograd._profiler_enabled() or not _PROFILING.acquire(blocking=False):
         raise RuntimeError("a profiler is already running, and torch runs only one at a time; end it first.")
     try:
@@ -73,7 +73,7 @@ def sole_profiler() -> Iterator[None]:
 def profile(
     fn: Callable, *args, steps: int = 6, warmup: int = 3, trace_path: str | os.PathLike | None = None, **kwargs
 ) -> torch.profiler.profile:
-    """Profile `steps` calls of `fn(*args, **kwargs)`, one profiler step each: the finished torch.profiler.profile.
+    """Profile `steps` calls of `fn(*args, **kwargs)`, each in one profiler step; return the finished profile.
 
     `count_cuda_kernels`, `summarize_trace`, `export_chrome_trace` and torch's own tables take the result.
 
@@ -128,8 +128,8 @@ def export_chrome_trace(prof: torch.profiler.profile, path: str | os.PathLike) -
 
 
 def _trace_text(prof) -> bytes:
-    if (kept := getattr(prof, "labs_trace", None)) is not None:  # Kineto writes a trace only once
-        return zlib.decompress(kept)
+    if (trace := getattr(prof, "labs_trace", None)) is not None:  # Kineto writes a trace only once
+        return zlib.decompress(trace)
     if not hasattr(prof, "export_chrome_trace"):
         raise TypeError(f"expected a torch.profiler.profile, got {type(prof).__name__}.")
     with tempfile.TemporaryDirectory() as folder:
@@ -184,24 +184,24 @@ def read_trace(trace) -> list[TraceEvent]:
 
 @dataclass(frozen=True)
 class Launched:
-    """What one call launched: operators as the CPU saw them, kernels as the GPU saw them (none on a CPU)."""
+    """The operators and kernels of one call. Without a GPU there are no kernels."""
 
-    operators: tuple[str, ...]  # names in the order of their first start
-    kernels: tuple[str, ...]  # likewise: kernels, copies and fills
+    operators: tuple[str, ...]  # each name once, in the order of the first start
+    kernels: tuple[str, ...]  # kernels, copies and fills: each name once, in the same order
     launches: int = 0  # number of kernels, copies and fills, repeats included
 
 
 def launched(call: Callable[[], object]) -> Launched:
-    """Return the operators and kernels of one call, from a profile taken after two calls to warm up."""
+    """Profile one call after two warm-up calls; return its operators and kernels."""
     events = read_trace(profile(call, steps=1, warmup=1))
-    # A region that torch.compile generated for a CPU is not an operator of torch, but its name says more.
+    # torch.compile's C++ function for a CPU is not an operator of torch, but its name proves that it ran.
     operators = [event.name for event in events if event.category == "cpu_op" or "CompiledFxGraph" in event.name]
     kernels = [event.name for event in events if event.on_gpu]
     return Launched(tuple(dict.fromkeys(operators)), tuple(dict.fromkeys(kernels)), len(kernels))
 
 
 def _self_times(events: Sequence[TraceEvent]) -> list[float]:
-    """Return each event's time minus the time of the events directly inside it on its lane; `events` by start."""
+    """Return each event's time minus the time of the events directly inside it. `events` are sorted by start."""
     own = [event.duration_us for event in events]
     open_on: dict[str, list[int]] = {}
     for index, event in enumerate(events):
@@ -217,8 +217,8 @@ def _self_times(events: Sequence[TraceEvent]) -> list[float]:
 def summarize_trace(trace, *, top: int | None = None, dataframe: bool = False):
     """Show where the time went: one row for each kernel, or for each operator of a trace without GPU work.
 
-    The most expensive come first. A row is {"name", "family", "count", "total_us", "self_us", "mean_us", "share"}. An operator's `self_us` leaves out
-    the operators inside it, so the shares (of all self time) add up to 1; a kernel's `self_us` is its total.
+    The largest self time comes first. A row is {"name", "family", "count", "total_us", "self_us", "mean_us", "share"}. An
+    operator's `self_us` leaves out the operators inside it; a kernel's `self_us` is its total. The shares add up to 1.
 
     Args:
         trace: a finished profile, a trace file, or the list from `read_trace`.
@@ -236,7 +236,7 @@ def summarize_trace(trace, *, top: int | None = None, dataframe: bool = False):
             f"the trace holds neither kernels nor operators; it has events of the categories {categories}."
         )
     rows: dict[str, dict[str, Any]] = {}
-    # Kernels on two streams may overlap without one being inside the other: each keeps its whole time.
+    # Kernels on two streams may overlap, but no kernel is inside another kernel: each row keeps its whole time.
     self_times = [event.duration_us for event in chosen] if kernels else _self_times(chosen)
     for event, self_us in zip(chosen, self_times, strict=True):
         new_row = {"name": event.name, "family": event.family, "count": 0, "total_us": 0.0, "self_us": 0.0}
@@ -257,7 +257,7 @@ def summarize_trace(trace, *, top: int | None = None, dataframe: bool = False):
 
 
 def busy_us(events: Sequence[TraceEvent]) -> float:
-    """Return how long at least one of the events ran: they may overlap, and come in order of their start."""
+    """Return how long at least one event ran. Events may overlap; they are sorted by start."""
     busy, end = 0.0, float("-inf")
     for event in events:
         busy += max(0.0, event.end_us - max(end, event.start_us))
@@ -266,7 +266,7 @@ def busy_us(events: Sequence[TraceEvent]) -> float:
 
 
 def gpu_idle_share(trace) -> float:
-    """Return the share of the time from the first to the last kernel in which no GPU worked; kernels may overlap."""
+    """Return the share of idle GPU time between the start of the first kernel and the end of the last kernel."""
     work = [event for event in read_trace(trace) if event.on_gpu]
     if not work:
         raise ValueError("the trace holds no GPU kernels, so there are no gaps between them: profile on a GPU.")

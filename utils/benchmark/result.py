@@ -1,4 +1,4 @@
-"""The results of a timing, Measurement (one function) and Comparison (two): their statistics and how they print."""
+"""Results of a timing: a Measurement of one function or a Comparison of two, with statistics and a printed form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from utils.benchmark import intervals as stats
-from utils.machine.environment import held_back
+from utils.machine.environment import slowdown_reasons
 
 STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "tflops", "gb_s", "roof_share")
 
@@ -21,21 +21,21 @@ def _statistic(of: Callable[[Any], Any], meaning: str) -> property:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times of one function: every sample in ms, statistics over them, and how they were taken (`method`)."""
+    """The times of one function: all samples in ms, their statistics, and the way of timing (`method`)."""
 
     samples_ms: tuple[float, ...]
-    interval_ms: tuple[float, float]  # where the median of another run would lie
+    interval_ms: tuple[float, float]  # contains the median of a later run in 95% of cases
     label: str = "function"
     flops: float | None = None  # FLOPs of one call
-    bytes: float | None = None  # bytes one call reads and writes
+    bytes: float | None = None  # bytes that one call reads and writes
     dtype: str | None = None
-    roof: dict | None = None  # the peaks behind roof_share
+    roof: dict | None = None  # the peaks for `roof_share`
     method: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
 
     median_ms = _statistic(np.median, "Median time of one call.")
     mean_ms = _statistic(np.mean, "Mean time of one call.")
-    std_ms = _statistic(lambda ms: np.std(ms, ddof=1) if len(ms) > 1 else 0.0, "Sample standard deviation; 0 for one.")
+    std_ms = _statistic(lambda ms: np.std(ms, ddof=1) if len(ms) > 1 else 0.0, "Standard deviation; 0 of one sample.")
     min_ms = _statistic(min, "Shortest sample.")
     max_ms = _statistic(max, "Longest sample.")
     p95_ms = _statistic(lambda ms: np.percentile(ms, 95), "95th percentile.")
@@ -53,7 +53,7 @@ class Measurement:
 
     @property
     def roof_share(self) -> float | None:
-        """Time at the nearer roof / median time; above 1 the counts are probably wrong. None without roofs."""
+        """Shortest time that the roofs allow / median time; above 1, something is wrong (`over_roof`). None without roofs."""
         if self.roof is None or not self.median_ms:
             return None
         compute_ms = self.flops / (self.roof["tflops"] * 1e9) if self.flops else 0.0
@@ -62,7 +62,7 @@ class Measurement:
 
     @property
     def over_roof(self) -> bool:
-        """True if the function is faster than the roof allows: the counts, the cache state or the roof is wrong."""
+        """True if the time is shorter than the roof allows: then the counts, the cache state or the roof are wrong."""
         return self.roof_share is not None and self.roof_share > 1.0
 
     @property
@@ -71,7 +71,7 @@ class Measurement:
         return bool(self.method.get("below_floor"))
 
     def doubts(self) -> list[str]:
-        """Name what makes the measurement doubtful: odd samples, a time beyond roof or floor, held back clocks, notes."""
+        """List reasons to doubt the measurement: odd samples, a time beyond roof or floor, throttled clocks, notes."""
         method, found = self.method, []
         for name, words in (
             ("outliers", "far above the others (outliers)"),
@@ -90,7 +90,7 @@ class Measurement:
             found.append(
                 f"as short as an empty call, which takes {format_ms(method['floor_ms'])} here: give the function more work"
             )
-        if held := held_back(method.get("gpu_after")):
+        if held := slowdown_reasons(method.get("gpu_after")):
             found.append(f"clocks were held back after the timing: {', '.join(sorted(held))}")
         return found
 
@@ -137,10 +137,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two functions timed interleaved: `speedup` is time of a / time of b over neighbours; above 1, b is faster."""
+    """The times of two functions in turns. `speedup` is time of a / time of b; above 1, b is faster."""
 
     speedup: float
-    interval: tuple[float, float]  # of the median over pairs of neighbouring samples
+    interval: tuple[float, float]  # of `speedup`, the median over pairs of neighbouring samples
     verdict: str  # on b: "faster", "slower", "same" or "not enough data"
     a: Measurement
     b: Measurement
@@ -166,7 +166,7 @@ class Comparison:
 
 
 def _in_unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:
-    """Return the first unit in which a value is at least 1, and its factor; the last unit for smaller ones."""
+    """Return unit and factor: the first unit in which the value is at least 1, or else the last unit."""
     return next((found for found in units if abs(value) >= 0.9995 / found[1]), units[-1])
 
 
@@ -190,7 +190,7 @@ def format_rate(tflops: float | None) -> str:
 
 
 def digits(value: float, count: int = 3) -> str:
-    """Write a number with so many digits, and never with an exponent: "1380", "0.000098"."""
+    """Write a number with `count` significant digits and without an exponent: "1380", "0.000098"."""
     return np.format_float_positional(float(f"{value:.{count - 1}e}"), trim="-")
 
 

@@ -1,8 +1,7 @@
-"""The roofs of a machine: the FLOP/s and the bytes/s that nothing on it exceeds.
+"""The roofs of a machine: no program on it exceeds these FLOP/s and bytes/s.
 
-A roof comes from a datasheet or from a measurement, and says which. The datasheet's roof is what clocks and unit counts
-allow. The measured roof is what this machine delivers in a large square matrix product and a large copy. A kernel at 70%
-of the first may be at 95% of the second.
+A datasheet's roof follows from the clocks and the number of units. A measured roof is the speed of a large matrix product
+and of a large copy. It is usually lower: a kernel may reach 70% of the datasheet's roof and 95% of the measured roof.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ from utils.machine.environment import available_memory_bytes, cpu_model, last_le
 
 _TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 
-# Side of the square product, large enough that its bytes do not matter: 2 n^3 FLOPs on 3 n^2 elements.
+# Side n of the square product. With 2 n^3 FLOPs on 3 n^2 elements and a large n, the bytes do not matter.
 _SIDE = {"cpu": 2048, "cuda": 8192}
 _COPY_BYTES = {"cpu": 256_000_000, "cuda": 4_000_000_000}
 _MIN_COPY = 4  # times the last-level cache
 _ROUNDS = 32  # samples of each product and of the copy, in turns
 _BUDGET_S = 3.0  # fewer rounds on a machine that needs longer for them
-_BUSY = 0.2  # share of the CPU that other processes may use before a measured roof says so
+_BUSY = 0.2  # if other processes use more of the CPU, `Roofs.busy` warns
 
 
 @dataclass(frozen=True)
 class Roofs:
-    """Peak FLOP/s for each dtype and memory bandwidth of one machine, and where the figures come from."""
+    """Peak FLOP/s for each dtype and memory bandwidth of one machine, and the source of these numbers."""
 
     name: str
     origin: Literal["datasheet", "measured"]
     tflops: dict[str, float]  # "bf16" -> TFLOP/s
     memory_bandwidth_tb_s: float  # TB/s, 1e12, read + written
     detail: str = ""  # the document, or the sizes measured
-    others: float | None = None  # share of the CPU that other processes used just before; None if not known
+    others: float | None = None  # share of the CPU that other processes used just before the measurement, if known
 
     @property
     def busy(self) -> str:
-        """A sentence if the machine was busy while the roofs were measured, so that they may be too low; else ""."""
+        """A warning if the machine was busy during the measurement, so that the roofs may be too low; else ""."""
         if self.others is None or self.others <= _BUSY:
             return ""
         return (
@@ -55,14 +54,14 @@ class Roofs:
             "The roofs may be too low; machine_roofs(refresh=True) measures again and keeps the best."
         )
 
-    def measured_again(self) -> Roofs:
-        """Measure again if these are the measured roofs of this machine, and return the best so far; else return these."""
+    def remeasure(self) -> Roofs:
+        """If this machine's roofs were measured, measure again and return the best of all; else return the roofs unchanged."""
         if self.origin == "measured" and any(self is kept for kept in _machine_roofs.values()):
             return machine_roofs(refresh=True)
         return self
 
     def record(self, dtype: str | None) -> dict:
-        """Return what a measurement keeps of its roofs: their name, their origin and both peaks for this dtype."""
+        """Return the entry for a Measurement: name and origin of the roofs, and both peaks for this dtype."""
         facts = {"name": self.name, "origin": self.origin, "dtype": dtype, "tflops": self.tflops.get(dtype or "")}
         return facts | {"memory_bandwidth_tb_s": self.memory_bandwidth_tb_s}
 
@@ -104,22 +103,22 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     The best of all samples counts, since a disturbance can only lengthen a time. The products and the copy take turns,
     so that a short disturbance does not hit all samples of one of them.
 
-    On a CPU the bf16 roof is at least the fp32 roof: a kernel may convert bf16 to fp32 and multiply there, which is faster on
-    a CPU without bf16 instructions. Where torch has no bf16 kernel for the CPU at all, as without AVX-512 on x86, one product
-    of this size would take a minute, so that bf16 is not timed and its roof is that of fp32.
+    On a CPU the bf16 roof is at least the fp32 roof, because a kernel may convert bf16 to fp32 and multiply in fp32. This is
+    faster on a CPU without bf16 instructions. On some CPUs, such as x86 without AVX-512, torch has no bf16 kernel. There
+    one product would take a minute, so bf16 is not timed, and its roof is the fp32 roof.
 
     Args:
-        device: "cpu", of which fp32 and bf16 are measured, or "cuda": those of fp16, bf16, fp32 and tf32 that it has. By
-            default the GPU if there is one.
+        device: "cpu" measures fp32 and bf16. "cuda" measures fp16, bf16, fp32 and tf32, if the GPU supports them. Default:
+            the GPU if there is one.
     """
     target = pick_device(device)
-    side, copy_bytes, timed = _SIDE[target.type], _copy_bytes(target), _timed_dtypes(target)
+    side, copy_bytes, timed = _SIDE[target.type], _copy_bytes(target), _fast_dtypes(target)
     calls = {name: _product(target, name, side) for name in timed}
     source = torch.ones(copy_bytes // 4, dtype=torch.float32, device=target)
-    calls["copy"] = functools.partial(torch.empty_like(source).copy_, source)  # reads so many bytes and writes as many
+    calls["copy"] = functools.partial(torch.empty_like(source).copy_, source)  # reads and writes `copy_bytes`
 
-    others = psutil.cpu_percent(interval=0.2) / 100  # while this process waits, all of it is other processes'
-    # A GPU's first call loads libraries: it does not say how long a launch takes.
+    others = psutil.cpu_percent(interval=0.2) / 100  # this process only waits, so other processes cause the load
+    # A GPU's first call loads libraries, so its time is not the time of a launch.
     warmup = 3 if target.type == "cuda" else 1
     options = dict(warmup=warmup, iterations=_ROUNDS, max_seconds=_BUDGET_S, device=target)
     results = measure_together(list(calls.values()), labels=list(calls), **options)
@@ -144,12 +143,12 @@ def measure_roofs(device: torch.device | str | None = None) -> Roofs:
     )
 
 
-def _timed_dtypes(device: torch.device) -> tuple[str, ...]:
-    """Return the dtypes whose products are timed: those for which torch has a fast kernel on this device."""
+def _fast_dtypes(device: torch.device) -> tuple[str, ...]:
+    """Return the dtypes for which torch has a fast matrix product on this device."""
     if device.type == "cuda":
-        ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # older tensor cores are for fp16 only
+        ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # older tensor cores compute only fp16
         return ("fp16", "bf16", "fp32", "tf32") if ampere else ("fp16", "fp32")
-    # No fp16: torch multiplies fp16 matrices at about 1 GFLOP/s on a CPU, which is no property of the machine.
+    # No fp16: on a CPU torch multiplies fp16 matrices at about 1 GFLOP/s, far below what the machine can do.
     bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return ("fp32", "bf16") if bf16 else ("fp32",)
 
@@ -158,14 +157,13 @@ _machine_roofs: dict[tuple, Roofs] = {}
 
 
 def machine_roofs(refresh: bool = False) -> Roofs:
-    """Return the roofs of this machine: the datasheet's if GPU_SPECS has its GPU, else measured once and kept.
+    """Return the roofs of this machine: from the datasheet if GPU_SPECS has its GPU, else from a measurement.
 
-    The roofs of a CPU depend on the number of threads, so each number has its own. A measurement on a busy machine says so
-    in a line on standard error.
+    A measurement is made once and kept. The roofs of a CPU depend on the number of threads, so each number of threads is
+    measured separately. If the machine is busy during a measurement, a line on standard error warns.
 
     Args:
-        refresh: measure again, and keep the best of all measurements: a point above a measured roof shows that it is too
-            low.
+        refresh: measure again and keep the best of all measurements, for example if a point lies above a measured roof.
     """
     row = detect_gpu()
     if row is not None:
@@ -186,7 +184,7 @@ def machine_roofs(refresh: bool = False) -> Roofs:
 
 
 def _copy_bytes(device: torch.device) -> int:
-    """Return the size of the copy: large compared with the last-level cache, small compared with the free memory."""
+    """Return the bytes to copy: many times the last-level cache, but at most a quarter of the free memory."""
     free, cache = available_memory_bytes(device), last_level_cache_bytes() or 0
     if device.type == "cuda":
         cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -201,7 +199,7 @@ def _copy_bytes(device: torch.device) -> int:
 
 
 def _product(device: torch.device, name: str, side: int) -> Callable[[], torch.Tensor]:
-    """Return a call that multiplies (side, side) @ (side, side) into a buffer of its own."""
+    """Return a function that multiplies (side, side) @ (side, side) into a fixed buffer."""
     generator = torch.Generator(device).manual_seed(0)
     # Random data: a GPU multiplies zeros faster, at lower power.
     a, b = (torch.randn(side, side, device=device, generator=generator).to(_TORCH_DTYPES[name]) for _ in range(2))

@@ -1,4 +1,4 @@
-"""How many samples are taken, in which turns, and within which time: the loop between `measure` and the timers."""
+"""The loop between `measure` and the timers: it decides the number of samples, their order, and when to stop."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from utils.benchmark import intervals as stats
 from utils.benchmark.cpu_timer import Call, CpuTimer
 from utils.benchmark.cuda_timer import CudaTimer
 from utils.benchmark.result import Measurement
-from utils.machine.environment import environment, gpu_state, held_back
+from utils.machine.environment import environment, gpu_state, slowdown_reasons
 from utils.validation import whole_number
 
-MIN_SAMPLES = 3  # a time budget cuts no run below this, unless one call is over the budget
-# A function that is timed alone on a GPU is timed over at least this long. At the power limit the clocks swing within about a
-# second: over two seconds the medians of a matmul of 2560 on an H200 lay within 1.8%, over half a second up to 7% apart.
+MIN_SAMPLES = 3  # taken even if the time budget is used up, unless a single call exceeds the budget
+# Timing of one function on a GPU lasts at least this long. At the power limit the clocks swing within about a second. Over
+# two seconds, medians of a matmul of 2560 on an H200 differed by up to 1.8%; over half a second, by up to 7%.
 STEADY_S = 0.5
-MOVING_S = 2.0  # while the clocks move
-BURST = 3  # calls of which the last one is such a function's sample
-# Least half width of such a function's interval: what changes over minutes, no measurement of seconds can show.
+MOVING_S = 2.0  # instead of STEADY_S, if the clocks move
+BURST = 3  # samples in a burst of one function; only the last sample counts
+# Smallest half width of the interval of one function, because seconds of timing cannot show changes over minutes.
 STEADY_HALF_WIDTH = 0.01
 # Above this share of the power limit the clocks move even if NVML gives no reason yet: a matmul of 2304 at a share of
-# 0.61 was steady within 0.4%, one of 2560 at 0.70 was not.
+# 0.61 was steady within 0.4%, a matmul of 2560 at 0.70 was not.
 MOVING_POWER = 0.65
-FLOOR_MARGIN = 1.1  # a time within 10% of an empty call's cannot be distinguished from it
+FLOOR_MARGIN = 1.1  # a time up to 10% above the time of an empty call cannot be distinguished from it
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The options of `measure`, `compare` and `measure_together`: how the samples are taken, and what a call counts.
+    """The options of `measure`, `compare` and `measure_together`.
 
     Args:
         device: "cuda" times by device events, "cpu" by the host's clock. Default: where the call's tensors are.
         warmup: calls before the timing.
-        iterations: number of samples. On a GPU ten samples and more are spread over half a second, and over two seconds
-            where the clocks move, as at the power limit, with the function's own work in between, so that the samples
-            meet the levels of the clocks.
-        l2: "warm": the cache as the function's own calls leave it. "cold": before every sample, outside of the timed
-            region, a buffer of at least twice the cache (GPU: L2, CPU: last-level cache) is written.
+        iterations: number of samples. On a GPU, ten or more samples of one function are spread over half a second, or over
+            two seconds if the clocks move, as at the power limit. The GPU calls the function between the samples, too.
+            So the samples see all levels of the clocks.
+        l2: "warm": the function's previous call leaves its data in the cache. "cold": before every sample, outside of the
+            timed region, a buffer of at least twice the cache (GPU: L2, CPU: last-level cache) is written.
         graph: capture the call in a CUDA graph once and time its replays.
         max_seconds: time budget, warm-up included; at least 3 samples are taken unless one call exceeds the budget.
-        calls_per_sample: calls between two readings of the clock, divided out. Default: as many as the clock needs.
-        queue_ahead: on a GPU, queue the calls behind a spin kernel so that the time is device work alone. False times
-            the calls as they are issued, launch gaps included.
+        calls_per_sample: calls between two readings of the clock. Default: as many as the clock needs.
+        queue_ahead: on a GPU, queue the calls behind a spin kernel, so that the time contains only device work. False: time
+            the calls without a queue, with the gaps between launches.
         flops: FLOPs of one call, for `tflops` and `roof_share`.
         bytes: bytes read and written by one call, for `gb_s` and `roof_share`.
         roofs: a `Roofs`, such as `machine_roofs()`; a measured roof that a result exceeds is measured again.
-        dtype: "fp16", "bf16", "fp32", "tf32" or "fp8": the peak among the roofs. Default: the dtype of the tensors.
-        discard: leave out "outliers" (see `intervals.outliers`), "throttled" samples (taken while a GPU's clocks were held
-            back), or both; the result counts them in any case.
+        dtype: "fp16", "bf16", "fp32", "tf32" or "fp8", which selects the peak. Default: the dtype of the tensors.
+        discard: leave out "outliers" (see `intervals.outliers`), "throttled" samples (the GPU's clocks were held back), or
+            both. The result always counts them.
     """
 
     device: Any = None
@@ -103,9 +103,9 @@ class Timing:
 
 
 def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]) -> list[Measurement]:
-    """Time the calls, interleaved, on one timer: a Measurement of each, without its work and roof.
+    """Time the calls in turns with one timer; return a Measurement of each call, without FLOPs, bytes and roof.
 
-    `turns` are endless rounds, each with the order of the calls in it.
+    `turns` yields an order of the calls for each round, without end.
     """
     begin = time.perf_counter()
     on_cpu, cold = not timing.on_gpu, timing.l2 == "cold"
@@ -128,8 +128,8 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
     if len(samples[0]) < timing.iterations:
         stopped = f"time budget of {timing.max_seconds:g} s used after {len(samples[0])} of {timing.iterations} samples"
     throttled = [[index for index, (_, held) in enumerate(call.timed) if held] for call in prepared]
-    known = (gpu_before or {}).get("throttle_reasons") is not None  # not by an old driver, and not of a CPU
-    samples, counts, remarks = leave_out(samples, throttled if known else [], timing.discard)
+    known = (gpu_before or {}).get("throttle_reasons") is not None  # an old driver and a CPU give no reasons
+    samples, counts, remarks = discard_rounds(samples, throttled if known else [], timing.discard)
     measurements, facts = [], environment(timing.device)
     for call, times, floor_ms, counted in zip(prepared, samples, floors, counts, strict=True):
         notes = [*call.notes, *remarks]
@@ -137,7 +137,7 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
             notes.append(f"the time budget cut the warm-up to {call.warmed_up} of {timing.warmup} calls")
         median_ms = float(np.median(times))
         low, high = stats.repeat_interval(times)
-        if alone:  # samples taken in turns with another function's are compared in pairs, which share the clocks
+        if alone:  # functions in turns are compared in pairs, which share the clocks
             low, high = min(low, median_ms * (1 - STEADY_HALF_WIDTH)), max(high, median_ms * (1 + STEADY_HALF_WIDTH))
         method = {
             **timer.describe(call),
@@ -160,12 +160,12 @@ def time_calls(timing: Timing, calls: list[Call], turns: Iterator[Sequence[int]]
     return measurements
 
 
-def leave_out(
+def discard_rounds(
     samples: list[list[float]], throttled: list[list[int]], discard: Sequence[str]
 ) -> tuple[list[list[float]], list[dict], list[str]]:
-    """Leave out the rounds that `discard` names; return the other samples, each function's counts, and what else to note.
+    """Drop the rounds that `discard` names; return the other samples, the counts of each function, and notes.
 
-    A round is left out for all functions, so that pairs stay pairs. Without `throttled`, it is not known which samples are.
+    A round is dropped for all functions, so that pairs stay pairs. throttled: empty if the GPU does not tell.
     """
     notes, taken = [], len(samples[0])
     odd = [{"outliers": stats.outliers(times)} for times in samples]
@@ -184,7 +184,7 @@ def leave_out(
 def clocks_move(state: dict) -> bool:
     """Whether a GPU in this state is held back, below its highest clock, or near its power limit."""
     if state.get("throttle_reasons"):
-        return bool(held_back(state))
+        return bool(slowdown_reasons(state))
     clock, highest = state.get("sm_clock_mhz"), state.get("sm_clock_max_mhz")
     if clock and highest and clock < highest:
         return True
@@ -193,14 +193,14 @@ def clocks_move(state: dict) -> bool:
 
 
 def spread_samples(timer: CudaTimer, call: Call, timing: Timing) -> Iterator[float]:
-    """Yield samples of a function that is timed alone, spread over time, with the GPU at the same work in between."""
+    """Yield samples of one function, spread over time. Between the samples the GPU does the same work."""
     moving, last = False, time.perf_counter()
     while True:
         if not moving and (moving := clocks_move(timer.state)):
             call.notes.append("the GPU's clocks moved; `compare` times two functions at the same clocks")
         seconds = min(MOVING_S if moving else STEADY_S, 0.25 * (timing.max_seconds or math.inf))
-        # The spin before a burst lets the GPU rest, longer on a slow host, and at its power limit it is faster afterwards:
-        # by up to 10%. So the work in between has none, and of a short burst the last sample counts.
+        # The GPU rests during the spin before a burst, longer on a slow host. At its power limit it is up to 10% faster
+        # afterwards. So `work` has no spin, and only the last sample of a burst counts.
         sample_s = (call.run_ms or 0.0) * call.runs_per_sample / 1e3
         if (rest := last + seconds / timing.iterations - BURST * sample_s - time.perf_counter()) > 0:
             timer.work(call, rest)
@@ -218,14 +218,14 @@ def _collect(
     begin: float,
     spread: Iterator[float] | None,
 ) -> list[list[float]]:
-    """Take samples of all calls until they are enough, or until the time budget is used up, counted from `begin`."""
+    """Take the samples of all calls. Stop early if the time budget, which starts at `begin`, is used up."""
     samples: list[list[float]] = [[] for _ in calls]
     round_s = 0.0
     while (wanted := timing.iterations - (taken := len(samples[0]))) > 0:
         rounds = wanted
         if timing.max_seconds is not None:
             fitting = int((timing.max_seconds - (time.perf_counter() - begin)) / round_s) if taken else 1
-            fitting = max(min(fitting, 1), fitting // 2)  # half at a time: the next rounds may take longer
+            fitting = max(min(fitting, 1), fitting // 2)  # take half of them: the next rounds may take longer
             least = MIN_SAMPLES - taken if taken and round_s <= timing.max_seconds else 0
             rounds = min(wanted, max(fitting, least))
         if rounds <= 0:
@@ -237,5 +237,5 @@ def _collect(
             order = [index for turn in itertools.islice(turns, rounds) for index in turn]
             for index, ms in zip(order, timer.sample([calls[index] for index in order]), strict=True):
                 samples[index].append(ms)
-        round_s = max((time.perf_counter() - began) / rounds, 1e-9)  # of wall time, flush and synchronization included
+        round_s = max((time.perf_counter() - began) / rounds, 1e-9)  # wall time, with flush and synchronization
     return samples

@@ -1,1 +1,1 @@
-"""What this machine is, what it can run, and why not."""
+"""This machine: devices, versions, and reports on what runs here."""

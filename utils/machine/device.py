@@ -1,8 +1,8 @@
-"""What this machine is, what it can run, and why not.
+"""The devices of this machine, and what it can run.
 
-Each `*_support()` finds out by trying, once, and returns a `Support`: true or false, the reason in a sentence, and what
-to do about it. None of them imports Triton: TRITON_INTERPRET is read at the first `import triton`, and that choice
-belongs to the caller.
+Each `*_support()` tries once whether something runs. It returns a `Support`: true or false, the reason in a sentence, and
+a remedy. These functions do not import Triton, because Triton reads TRITON_INTERPRET at its first import, and the caller
+should choose its value.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from utils.config import GPU_SPECS
 from utils.machine.versions import package_version
 from utils.validation import first_line
 
-# The whole names that CUDA gives to the parts in GPU_SPECS, where these are not their keys; a longer name is another part.
-# The A10G, the H100 NVL, the RTX 4090 D, the A100 80GB PCIe (1.935 TB/s) and a MIG slice have similar names and other roofs.
+# CUDA's full names of the GPUs in GPU_SPECS, if a name is not the key itself. A longer name is a different GPU: the A10G,
+# H100 NVL, RTX 4090 D, A100 80GB PCIe (1.935 TB/s) and a MIG slice have similar names and different roofs.
 _NAMES = {
     "A6000": r"(Quadro )?RTX A6000",
     "A100": r"A100-SXM4?-80GB",
@@ -39,7 +39,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Support:
-    """Whether something runs on this machine, why, and what to do if not; true or false in a condition."""
+    """Whether something runs on this machine, the reason, and a remedy if it does not run. Usable as a condition."""
 
     ok: bool
     reason: str = ""
@@ -50,7 +50,7 @@ class Support:
 
 
 def unsupported(reason: str, remedy: str) -> Support:
-    """Return the Support of something that does not run here."""
+    """Return a Support that is false."""
     return Support(False, reason, remedy)
 
 
@@ -60,10 +60,10 @@ def default_device() -> torch.device:
 
 
 def usable_device(device: torch.device | str | int | None) -> torch.device:
-    """Return the device that the caller named, the default one for None; ValueError if this machine has none such.
+    """Return `device` as a torch.device, or the default device for None. Raise ValueError if this machine does not have it.
 
     Args:
-        device: what torch.device() takes: "cpu", "cuda", "cuda:1", a GPU's number or a torch.device.
+        device: "cpu", "cuda", "cuda:1", a GPU's number or a torch.device.
     """
     if device is None:
         return default_device()
@@ -79,9 +79,9 @@ def usable_device(device: torch.device | str | int | None) -> torch.device:
 
 
 def detect_gpu(name: str | None = None) -> str | None:
-    """Return the key in GPU_SPECS of this machine's GPU, or of a CUDA device name; None if no row is that part.
+    """Return the key in GPU_SPECS of this machine's GPU, or of a CUDA device name; None if GPU_SPECS does not list it.
 
-    The nearest row would be wrong: a part that is not listed has other roofs.
+    A GPU with a similar name would be wrong, because it has different roofs.
     """
     if name is not None:
         # Drivers before 470 leave "NVIDIA" out.
@@ -104,7 +104,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 @functools.cache
 def cuda_support() -> Support:
-    """Whether torch computes on an NVIDIA GPU here, tried with one addition."""
+    """Whether torch computes on an NVIDIA GPU here. One addition tries it."""
     if torch.version.cuda is None:
         return unsupported(
             f"torch {torch.__version__} is built without CUDA.",
@@ -127,7 +127,7 @@ def cuda_support() -> Support:
 
 
 def triton_support() -> Support:
-    """Whether Triton kernels run here: compiled for the GPU, or in the simulator where there is none."""
+    """Whether Triton kernels run here: on the GPU, or in the simulator if there is no GPU."""
     version = package_version("triton")
     if version is None:
         return unsupported("Triton is not installed.", "Install the package triton; it has wheels for Linux only.")
@@ -148,7 +148,7 @@ def triton_support() -> Support:
 
 
 def interpreter_requested() -> bool:
-    """Whether Triton interprets kernels in this process, because TRITON_INTERPRET is set or was when Triton was imported."""
+    """Whether Triton interprets kernels: TRITON_INTERPRET is set now, or was set when Triton was imported."""
     if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y"):
         return True
     standard = sys.modules.get("triton.language.standard")
@@ -170,7 +170,7 @@ def gluon_support() -> Support:
 
 @functools.cache
 def gluon_on_blackwell() -> Support:
-    """Whether the Gluon kernel for Blackwell, which no GPU has run yet, compiles on this one, of compute capability 10."""
+    """Whether Gluon compiles the kernel for Blackwell here, on compute capability 10. No GPU has run the kernel yet."""
     return _gluon_compiles((3, 7))
 
 
@@ -187,7 +187,7 @@ def _gluon_compiles(oldest: tuple[int, int]) -> Support:
 
 @functools.cache
 def offline_compile_support() -> Support:
-    """Whether Triton can compile for a Hopper GPU without having one: on Linux it brings its own ptxas."""
+    """Whether Triton can compile for a Hopper GPU without a GPU. Triton's wheel for Linux contains ptxas."""
     version = package_version("triton")
     if version is None:
         return unsupported("Triton is not installed.", "Install the package triton; it has wheels for Linux only.")
@@ -211,7 +211,7 @@ def _compile_on_cpu() -> Support:
             "torch.compile of FlexAttention on a CPU needs AVX2, which this CPU does not have.",
             "Run on an x86 CPU with AVX2 or on an NVIDIA GPU.",
         )
-    # Inductor's own choice: CXX, else g++ (clang++ on macOS).
+    # Inductor also takes CXX, or else g++ (clang++ on macOS).
     command = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if fault := _build_fault(command):
         return unsupported(
@@ -222,7 +222,7 @@ def _compile_on_cpu() -> Support:
 
 
 def _build_fault(compiler: str) -> str | None:
-    """Build a shared object with Python.h and AVX2, as Inductor does; return the error's first line, or None."""
+    """Build a shared object with Python.h and AVX2, as Inductor does. Return the first line of the error, or None."""
     source = "#include <Python.h>\n#include <cmath>\n#include <immintrin.h>\n"
     source += "__m256 twice(__m256 x) { return _mm256_add_ps(x, x); }\n"
     flags = ["-shared", "-fPIC", "-mavx2", f"-I{sysconfig.get_paths()['include']}"]
@@ -238,7 +238,7 @@ def _build_fault(compiler: str) -> str | None:
     return first_line(done.stderr.strip() or f"exit status {done.returncode}") if done.returncode else None
 
 
-# Version of FlashAttention: its package, the compute capability it needs, the extra that installs it.
+# FlashAttention's version -> its package, its lowest compute capability, and the extra that installs it
 _FLASH_ATTENTION = {4: ("flash-attn-4", (9, 0), "gpu"), 2: ("flash-attn", (8, 0), "flash2")}
 
 
@@ -264,14 +264,14 @@ def flash_attn_support(version: int = 4) -> Support:
 
 
 def cuda_graph_support() -> Support:
-    """Whether CUDA graphs work here: wherever torch computes on an NVIDIA GPU."""
+    """Whether CUDA graphs work here. They work if torch computes on an NVIDIA GPU."""
     cuda = cuda_support()
     return cuda or unsupported(f"CUDA graphs need an NVIDIA GPU: {cuda.reason}", cuda.remedy)
 
 
 @functools.cache
 def _c_compiler() -> Support:
-    """Whether there is a C compiler; Triton builds each kernel's launcher with CC, else gcc, else clang."""
+    """Whether there is a C compiler. Triton builds each kernel's launcher with CC, or else with gcc or clang."""
     chosen = os.environ.get("CC")
     for command in [chosen] if chosen else ["gcc", "clang"]:
         if shutil.which(command):

@@ -17,7 +17,7 @@ DISTRIBUTION = "gpu-efficiency-labs"
 YES, NO = "[green]yes[/]", "[red]no[/]"
 
 
-# Each lab: what it is about, and the probes of the parts that need more than Python and torch.
+# Lab -> its topic, and a probe for each part that needs more than Python and torch
 LABS: dict[str, tuple[str, dict[str, Callable[[], device.Support]]]] = {
     "lab1": (
         "GEMM, roofline, Gemma-3 layer, fusion, flash attention",
@@ -50,7 +50,7 @@ def examine_lab(lab: str) -> dict:
 
 
 def installation_faults() -> list[str]:
-    """List what is broken in the installation: required packages that are missing or outside their range."""
+    """List the faults of the installation: required packages that are missing or have a wrong version."""
     from packaging.requirements import Requirement
 
     try:
@@ -71,7 +71,7 @@ def installation_faults() -> list[str]:
 
 
 def examine_machine(providers: list[dict]) -> dict:
-    """Return everything that `labs doctor` says, as plain data; `providers` are the rows of `backend_table()`."""
+    """Return the report of `labs doctor` as plain data. providers: the rows of `backend_table()`."""
     chosen = device.default_device()
     packages = ("torch", "triton", "transformers", "nbgrader", "jupyterlab", "flash-attn-4", "flash-attn")
     return {
@@ -101,17 +101,17 @@ def print_report(report: dict) -> None:
     versions = " · ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     console.print(f"[bold]{machine['name']}[/] ({machine['device']}{known})")
     console.print(f"Python {machine['python']} · {versions}\n")
-    said = machine["no_gpu"]  # once, and not again in each row
-    if said:
-        console.print(escape(f"No GPU can be used here: {' '.join(said)}\n"))
+    no_gpu = machine["no_gpu"]  # printed once here, and removed from each row
+    if no_gpu:
+        console.print(escape(f"No GPU can be used here: {' '.join(no_gpu)}\n"))
     wide = Column("What it is; why not, and what to do", ratio=1)
     table = Table(Column("Lab", no_wrap=True), Column("Part", max_width=24), "Here", wide, pad_edge=False)
-    first_of: dict[str, str] = {}  # a reason, and the part that gave it first
+    first_of: dict[str, str] = {}  # a reason -> the first part with this reason
 
     def add_part(name: str, runs: bool, note: str, entry: dict) -> None:
         if not runs:
             note = f"{entry['reason']} {entry['remedy']}"
-            for sentence in (*said, "there is no NVIDIA GPU. Use a machine with an NVIDIA GPU."):
+            for sentence in (*no_gpu, "there is no NVIDIA GPU. Use a machine with an NVIDIA GPU."):
                 note = note.replace(sentence, "")
             note = note.strip().rstrip(":") or "It needs a GPU."
             first = first_of.setdefault(note, name)
@@ -128,7 +128,7 @@ def print_report(report: dict) -> None:
     table.add_row("[bold]attention[/]", "", YES, "the backends of utils.attention")
     for row in report["attention_providers"]:
         ran = row["implementation"]
-        version = f" ({ran})" if ran and torch.__version__ not in ran else ""  # torch's stands above
+        version = f" ({ran})" if ran and torch.__version__ not in ran else ""  # torch's version is printed above
         add_part(row["backend"], row["ok"], row["summary"] + version, row)
     console.print(table)
     for fault in report["faults"]:

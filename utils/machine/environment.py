@@ -1,4 +1,4 @@
-"""What a result was measured on: machine, versions, commit, and the GPU's clocks, power and heat (read, never set)."""
+"""Facts for the record of a result: machine, versions, commit, and the GPU's clocks, power and heat (read, never set)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from utils.files import ROOT
 from utils.machine.versions import package_version
 from utils.validation import first_line
 
-# nvml.h, nvmlClocksEventReasons: why the clocks are not higher.
+# Reasons of NVML for low clocks; source: nvmlClocksEventReasons in nvml.h.
 CLOCK_REASONS = {
     0x001: "idle",
     0x002: "application clocks set",
@@ -27,15 +27,15 @@ CLOCK_REASONS = {
     0x080: "hardware power brake",
     0x100: "display clocks set",
 }
-# These two explain a clock without anything being wrong.
+# Low clocks for these two reasons are no fault.
 HARMLESS_REASONS = {"idle", "application clocks set"}
 
 
 @functools.cache
 def cpu_model() -> str:
-    """Return the CPU's name as the system gives it, such as "AMD EPYC 9454".
+    """Return the system's name of the CPU, such as "AMD EPYC 9454".
 
-    psutil does not know it, and py-cpuinfo needs more than a second and starts processes for it.
+    psutil does not know the name. py-cpuinfo needs more than a second for it and starts processes.
     """
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -49,9 +49,9 @@ def cpu_model() -> str:
 
 @functools.cache
 def last_level_cache_bytes() -> int | None:
-    """Return the size in bytes of the last-level cache of core 0, from Linux's sysfs; None if that does not say.
+    """Return the bytes of the last-level cache of core 0, from Linux's sysfs; None if sysfs does not know.
 
-    psutil does not know it either, and py-cpuinfo adds up the caches of all cores.
+    psutil does not know the size, and py-cpuinfo adds up the caches of all cores.
     """
     caches = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))  # by level; "32768K"
     try:
@@ -61,7 +61,7 @@ def last_level_cache_bytes() -> int | None:
 
 
 def available_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that new tensors may take: a GPU's free memory, or main memory without swapping."""
+    """Return the bytes that are free for new tensors: on a CPU without swapping."""
     if device.type == "cuda":  # torch's allocator may hold memory that it does not use
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -70,10 +70,10 @@ def available_memory_bytes(device: torch.device) -> int:
 
 @functools.cache
 def git_state(root: Path = ROOT) -> dict:
-    """Return {"commit": hash or None, "dirty": bool or None} of the project; both None outside a checkout of it.
+    """Return {"commit": hash or None, "dirty": bool or None} of the project. Both are None without a git repository.
 
-    For a copy of the tree without its history, the environment variable LABS_COMMIT names the commit, followed by
-    "-dirty" if files differ from it. A copy of the course inside another repository does not report that one's commit.
+    For a copy without history, the environment variable LABS_COMMIT names the commit, followed by "-dirty" if files
+    differ from it. If the copy lies inside a different repository, the commit of that repository is not reported.
     """
     if commit := os.environ.get("LABS_COMMIT"):
         return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
@@ -87,7 +87,7 @@ def git_state(root: Path = ROOT) -> dict:
 
 
 def float32_matmul_precision() -> str:
-    """Return torch's setting, "highest", "high" or "medium"; if its two interfaces disagree, that of the newer one."""
+    """Return torch's setting: "highest", "high" or "medium". If its two interfaces disagree, the newer interface counts."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses to answer after both interfaces were used
@@ -96,7 +96,7 @@ def float32_matmul_precision() -> str:
 
 
 def environment(device: torch.device | str | None = None) -> dict:
-    """Return a record of machine, versions and commit for a result, without host names, user names and paths."""
+    """Return machine, versions and commit for the record of a result. It has no host names, user names or paths."""
     gpu = None
     if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
         gpu = torch.cuda.get_device_properties(device or torch.cuda.current_device())
@@ -122,7 +122,7 @@ def environment(device: torch.device | str | None = None) -> dict:
 
 @functools.cache
 def _nvml():
-    """Return the binding of NVML, initialised; raise its error if there is no driver, or ImportError."""
+    """Return the initialised binding of NVML. Raise NVML's error without a driver, or ImportError without the binding."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -130,7 +130,7 @@ def _nvml():
 
 
 def _read_nvml(function: str, *arguments):
-    """Return what a function of NVML says; None without NVML, or if this card or driver does not offer the reading."""
+    """Call a function of NVML; return None without NVML, or if this GPU or driver does not support the function."""
     try:
         return getattr(_nvml(), function)(*arguments)
     except Exception:
@@ -139,7 +139,7 @@ def _read_nvml(function: str, *arguments):
 
 @functools.cache
 def _nvml_handle(index: int):
-    """Return NVML's handle of torch's GPU `index`, by UUID: CUDA_VISIBLE_DEVICES renumbers only torch's GPUs."""
+    """Return NVML's handle of torch's GPU `index`. It is found by UUID, because CUDA_VISIBLE_DEVICES changes torch's indices."""
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     if not uuid.startswith(("GPU-", "MIG-")):
         uuid = f"GPU-{uuid}"
@@ -172,6 +172,6 @@ def gpu_state(device: torch.device | str | int | None = None) -> dict:
     }
 
 
-def held_back(state: dict | None) -> set[str]:
-    """Return why a GPU in this state has its clocks held back: power, heat or somebody's setting; empty if they are not."""
+def slowdown_reasons(state: dict | None) -> set[str]:
+    """Return the reasons that hold the clocks back, such as power or heat; empty if the clocks are free."""
     return set((state or {}).get("throttle_reasons") or ()) - HARMLESS_REASONS

@@ -1,8 +1,8 @@
-"""Which versions of torch, Triton and transformers the course was tested with, and what changed between them.
+"""The tested versions of torch, Triton and transformers, and the differences between versions.
 
-This is the one place that knows. Kernels, simulator and labs use Gluon's newest names; on an older Triton
-`adopt_newest_gluon_names` adds these names as aliases of the old ones. One older name is kept alive:
-`blackwell.get_tmem_reg_layout`, which is a method of tensor memory from Triton 3.8 on.
+Only this file knows them. Kernels, simulator and labs use Gluon's newest names. On an older Triton,
+`adopt_newest_gluon_names` adds these names as aliases of the old names. It also keeps an old name:
+`blackwell.get_tmem_reg_layout` became a method of tensor memory in Triton 3.8.
 """
 
 import functools
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from importlib import metadata
 
-# package -> oldest and newest minor version that the tests have run with; docs/versions.md says how far, and with what result
+# package -> oldest and newest minor version in tests; docs/versions.md has the results
 TESTED = {"torch": ((2, 11), (2, 15)), "triton": ((3, 6), (3, 9)), "transformers": ((5, 17), (5, 24))}
 
 
@@ -49,8 +49,8 @@ def untested_versions() -> list[str]:
 
 @functools.cache
 def adopt_newest_gluon_names() -> None:
-    """Let Gluon's newest names be used whatever Triton is installed. Names that exist are left as they are."""
-    # The kernels' speed and errors count on products and sums fused into one instruction, which Triton 3.10 will leave off.
+    """Add Gluon's newest names to an older Triton. Existing names do not change."""
+    # The kernels need fused multiply-add for their speed and accuracy. Triton 3.10 will no longer fuse by default.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -73,7 +73,7 @@ def adopt_newest_gluon_names() -> None:
     ):
         if not hasattr(module, newest):
             setattr(module, newest, getattr(old_module, old))
-    if not hasattr(tma, "async_atomic_add"):  # from 3.8 on; before, there is the instruction without a function
+    if not hasattr(tma, "async_atomic_add"):  # from 3.8 on; older versions have only the instruction
         tma.async_atomic_add = _make_async_atomic_add()
     if not hasattr(blackwell, "get_tmem_reg_layout"):
         blackwell.get_tmem_reg_layout = ConstexprFunction(_register_layout_of_tile)
@@ -84,14 +84,14 @@ def _register_layout_of_tile(element_ty, shape, layout, num_warps, instr_variant
 
 
 def tensor_memory_registers(element_ty, shape, alloc_shape, layout, num_warps: int, instr_variant: str):
-    """Return the register layout by which an instruction moves a tile of tensor memory, by Triton's own rules.
+    """Return the register layout for an instruction that moves a tile of tensor memory; Triton computes it.
 
     Args:
         element_ty: the tile's type.
         shape: its rows and columns.
-        alloc_shape: those of the memory that it is a slice of; Triton 3.7 does not ask for them.
-        layout: of the tensor memory.
-        num_warps: how many warps move it.
+        alloc_shape: rows and columns of the whole memory, if the tile is a slice of it; Triton 3.7 does not use them.
+        layout: the layout of the tensor memory.
+        num_warps: number of warps that move the tile.
         instr_variant: the instruction's shape, such as "32x32b".
     """
     from triton.experimental.gluon.language import _semantic
@@ -104,7 +104,7 @@ tensor_memory_registers.__triton_builtin__ = True  # type: ignore[attr-defined] 
 
 
 def _make_async_atomic_add() -> Callable:
-    """Return `tma.async_atomic_add` for a Triton whose Gluon has its instruction, but no function for it."""
+    """Return `tma.async_atomic_add` for a Triton that has the instruction, but no Gluon function for it."""
     from triton._C.libtriton import ir
     from triton.experimental.gluon.language._core import builtin
 
@@ -118,16 +118,16 @@ def _make_async_atomic_add() -> Callable:
 
 
 def replacement_of_removed_gluon_name(name: str) -> str | None:
-    """Return what to call in place of a Gluon function that the installed Triton refuses; None if it has it still."""
+    """Return the new name of a Gluon function that the installed Triton has removed; None if the function exists."""
     if (installed_version("triton") or (0, 0)) < (3, 9):
         return None
     return {"async_copy_global_to_shared": "async_load", "async_copy_shared_to_global": "async_store"}.get(name)
 
 
 def ptxas_command(target: str = "sm_90a") -> list[str]:
-    """Return the program and the options with which the installed Triton assembles PTX for a GPU, by default Hopper.
+    """Return the command by which the installed Triton assembles PTX for a GPU: program and options.
 
-    Triton 3.9 has two assemblers and takes the newer one for every GPU, under the name `ptxas-blackwell`.
+    Triton 3.9 has two assemblers and uses the newer assembler, `ptxas-blackwell`, for every GPU.
     """
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -136,14 +136,14 @@ def ptxas_command(target: str = "sm_90a") -> list[str]:
 
 
 def workers_need_register_counts() -> bool:
-    """Whether `gl.warp_specialize` demands `worker_num_regs`: up to Triton 3.6 it does."""
+    """Whether `gl.warp_specialize` needs `worker_num_regs`. It does up to Triton 3.6."""
     return (installed_version("triton") or (3, 7)) < (3, 7)
 
 
 def layouts_need_names() -> bool:
     """Whether `x.type.layout` must become a `gl.constexpr` before it is given to a jit function: up to Triton 3.6.
 
-    Later versions make a constant of it by themselves; Triton 3.6 raises an AttributeError about `_flatten_ir`.
+    Without it Triton 3.6 raises an AttributeError about `_flatten_ir`. Later versions make the constant themselves.
     """
     return workers_need_register_counts()
 
@@ -154,26 +154,26 @@ def compiler_adds_fences() -> bool:
 
 
 def cluster_modules() -> tuple:
-    """Return Gluon's module for the barrier of a cluster, `hopper.cluster`, in a tuple; an empty one before Triton 3.7."""
+    """Return a tuple of Gluon's module for the barrier of a cluster, `hopper.cluster`. It is empty before Triton 3.7."""
     from triton.experimental.gluon.language.nvidia import hopper
 
     return (hopper.cluster,) if hasattr(hopper, "cluster") else ()
 
 
 def clusters_are_complete() -> bool:
-    """Whether the blocks of a cluster can do together what the language says: from Triton 3.8 on.
+    """Whether Triton implements clusters of blocks completely. It does from Triton 3.8 on.
 
-    Triton 3.7 makes one mbarrier in each block also where the layout asks for one that several blocks share; it does not
-    reduce across blocks; and it leaves it to the kernel to make the initialization of mbarriers visible to the cluster.
+    Triton 3.7 makes an mbarrier in each block, even if the layout asks for a shared mbarrier. It does not reduce across
+    blocks. And the kernel itself must make the initialization of mbarriers visible to the cluster.
     """
     return (installed_version("triton") or (0, 0)) >= (3, 8)
 
 
 def keep_captured_floats_constant() -> None:
-    """Let eager FlexAttention take a second score modifier that captures another number.
+    """Let eager FlexAttention take a score modifier with a captured float that has changed.
 
-    From torch 2.15 on, a Python float that has changed since the last call becomes a symbol of the graph, and eager
-    FlexAttention raises an error because it takes no such symbol. As a constant it is compiled anew, as before.
+    From torch 2.15 on, a Python float that changes between two calls becomes a symbol of the graph. Eager FlexAttention
+    does not take a symbol and raises an error. With this setting the float stays a constant, and torch compiles again.
     """
     if (installed_version("torch") or (0, 0)) >= (2, 15):
         import torch._dynamo.config

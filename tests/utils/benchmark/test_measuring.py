@@ -346,7 +346,7 @@ def test_a_far_sample_is_named_and_left_out_where_that_is_asked_for(monkeypatch)
     ],
 )
 def test_what_is_left_out(samples, throttled, discard, left, said):
-    kept, counts, notes = sampling.leave_out(samples, throttled, discard)
+    kept, counts, notes = sampling.discard_rounds(samples, throttled, discard)
     assert {len(times) for times in kept} == {left} and said in " ".join(notes) and len(notes) == bool(said)
     assert [count.get("throttled") for count in counts] == ([len(held) for held in throttled] or [None] * len(samples))
     assert {count["discarded"] for count in counts} == {len(samples[0]) - left}
@@ -354,7 +354,7 @@ def test_what_is_left_out(samples, throttled, discard, left, said):
 
 def test_a_result_above_a_measured_roof_has_it_measured_again(monkeypatch):
     higher = dataclasses.replace(ROOFS, tflops={"fp32": 1e9})
-    monkeypatch.setattr(Roofs, "measured_again", lambda self: higher)
+    monkeypatch.setattr(Roofs, "remeasure", lambda self: higher)
     work = dict(flops=1e15, dtype="fp32", roofs=ROOFS, iterations=3, warmup=0)
     for result in (measure(busy, 0.1, **work), compare(busy, busy, 0.1, **work).b):
         assert result.roof["tflops"] == 1e9 and not result.over_roof

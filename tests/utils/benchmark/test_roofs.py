@@ -56,7 +56,7 @@ def test_the_best_sample_counts_with_all_its_flops_and_bytes(monkeypatch):
 
     monkeypatch.setattr(roofs, "measure_together", timed)
     monkeypatch.setattr(roofs, "_copy_bytes", lambda device: 256_000_000)
-    monkeypatch.setattr(roofs, "_timed_dtypes", lambda device: ("fp32",))
+    monkeypatch.setattr(roofs, "_fast_dtypes", lambda device: ("fp32",))
     measured = measure_roofs("cpu")
     assert measured.tflops == dict.fromkeys(("fp32", "bf16"), pytest.approx(2 * 2048**3 / 0.1 / 1e12))
     assert measured.memory_bandwidth_tb_s == pytest.approx(2 * 256e6 / 0.02 / 1e12)
@@ -67,7 +67,7 @@ def test_the_best_sample_counts_with_all_its_flops_and_bytes(monkeypatch):
 def test_bf16_without_a_kernel_for_it_is_not_timed(monkeypatch, timed):
     """As on an x86 CPU without AVX-512, where one bf16 product of side 2048 takes from ten seconds to a minute."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: "bf16" in timed)
-    assert roofs._timed_dtypes(torch.device("cpu")) == timed
+    assert roofs._fast_dtypes(torch.device("cpu")) == timed
 
 
 def test_the_copy_is_far_larger_than_the_cache_and_fits_the_memory(monkeypatch):

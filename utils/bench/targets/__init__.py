@@ -1,4 +1,4 @@
-"""The registry of targets, and how their names are read: a target, one side of it, or a whole chapter."""
+"""The registry of targets. A name selects a target, one side of a target, or a whole chapter."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def plan(
 
 
 def describe_targets(chapter: str | None = None) -> list[dict]:
-    """Describe each target, or those of one chapter: sides, flags, and whether its default cases run on this machine."""
+    """Describe each target, or each target of one chapter: sides, flags, and whether its default cases run on this machine."""
     if chapter is not None:
         check_choice("the chapter", chapter, dict.fromkeys(target.chapter for target in TARGETS.values()))
     device = default_device()

@@ -1,7 +1,7 @@
-"""Targets of attention: their flags, and sides that are named by a backend.
+"""Targets of attention: their flags, workloads and sides. A backend computes each side.
 
-labs/flashattention_gluon  unfused attention against a fused, warp-specialized FlashAttention, Gluon's where it runs
-labs/cudnn_sdpa_bench      one backend against another, of SDPA or a kernel with a backward pass, chosen by flags
+labs/flashattention_gluon  unfused attention against a warp-specialized FlashAttention, the Gluon kernel if it runs
+labs/cudnn_sdpa_bench      two backends of SDPA, or kernels with a backward pass; flags choose both
 attention_suite            SDPA, flash-attn, Gluon and other backends over one matrix of shapes, in two dtypes
 
 The targets of FlexAttention are in `flexattention.py`.
@@ -23,7 +23,7 @@ from utils.bench.targets.base import SHAPE_KNOBS, Built, Case, Target, interpret
 from utils.bench.workload import DIRECTIONS, DTYPES, MASKS, SCORE_MODS, Workload, make_inputs, reference
 from utils.machine.device import Support, cuda_support
 
-# Fp32 buffers of (B, H, S, S) that a backend stores at once: scores, weights and what lies between. A fused one stores none.
+# Number of fp32 buffers (B, H, S, S) that a backend stores at once, such as scores and weights. Fused backends store none.
 SCORE_BUFFERS = {"math": 3.0, "naive": 3.0, "naive_compiled": 3.0, "unfused": 3.0, "eager": 4.0}
 
 # ---- flags, and the workloads that they make --------------------------------------------------------------------
@@ -59,7 +59,7 @@ def _shape(settings: Mapping[str, Setting]) -> dict[str, Any]:
 def masked_workload(settings: Mapping[str, Setting]) -> Workload:
     """Make the workload of settings with --mask, --doc-span and --score-mod.
 
-    A document span that the mask would ignore or that is longer than the text is an error. The default is cut to the text.
+    A document span is an error if the mask has no documents or the text is shorter. The default is cut to the text.
     """
     shape, mask, span = _shape(settings), settings["mask"].value, settings["doc_span"]
     length, documents = shape["seq_len"], "document" in mask
@@ -82,9 +82,9 @@ def plain_workload(settings: Mapping[str, Setting], **more: Any) -> Workload:
 
 
 def build_prepared(name: str, case: Case, inputs: Sequence[torch.Tensor], **options) -> Built:
-    """Prepare a backend on q, k, v; raise Refused if it cannot do the case. The options are block_size and mode of `prepare`.
+    """Prepare a backend on q, k, v; raise Refused if it cannot do the case. options: block_size and mode of `prepare`.
 
-    The side's function is the bare call without the guard; afterwards a run checks that it was compiled once.
+    The side calls the backend without `prepare`'s guard. After the timing, the run checks that it was compiled once.
     """
     q, k, v = inputs
     try:
@@ -97,14 +97,14 @@ def build_prepared(name: str, case: Case, inputs: Sequence[torch.Tensor], **opti
 
 
 class AttentionTarget(Target):
-    """Attention by one backend against another. A subclass makes the workload and names the backend of each side."""
+    """Two backends of attention. A subclass makes the workload and names the backend of each side."""
 
     def workload_of(self, settings: Mapping[str, Setting], device: torch.device) -> Workload:
         """Make the workload of these settings; raise BenchError for values that do not go together."""
         return masked_workload(settings) if "mask" in settings else plain_workload(settings)
 
     def cases(self, settings, device):
-        """Return the one case of these settings."""
+        """Return the only case of these settings."""
         workload = self.workload_of(settings, device)
         try:
             workload.problem(device)
@@ -122,17 +122,17 @@ class AttentionTarget(Target):
         if name == "triton":
             answer = answer and interpreted("the Triton kernel", case.device)
         backend = backends.backend_of(name)
-        if name in backends.SDPA_CHOICES:  # whether it takes the shape, torch says when it is built
+        if name in backends.SDPA_CHOICES:  # `build` asks torch whether it takes the shape
             return answer and backend.machine()
         able = backend.support(case.workload.problem(case.device))
         return answer and (able or Support(False, f"backend {name}: {able.reason}", able.remedy))
 
     def bytes_needed(self, case, side):
-        """Estimate the bytes of a run with this side, the scores that it stores included."""
+        """Estimate the bytes of a run with this side, including stored scores."""
         return case.workload.bytes_needed(SCORE_BUFFERS.get(self.backend(case, side), 0.0))
 
     def inputs(self, case):
-        """Make q, k, v, and the output's gradient unless the pass is forward."""
+        """Make q, k, v, and for a backward pass also the output's gradient."""
         return make_inputs(case.workload, case.device, case.value("seed"))
 
     def expected(self, case, *inputs):
@@ -148,11 +148,11 @@ class AttentionTarget(Target):
         return Built(backends.bind(case.workload, name, inputs), name, implementation)
 
     def prove(self, case, side, built, launched):
-        """Return the backend that ran; raise WrongRun if it is another one than asked for."""
+        """Return the backend that ran; raise WrongRun if it is not the side's backend."""
         return backends.prove(built.provider, launched, case.workload.direction)
 
     def facts(self, case, side, built):
-        """Return the settings in force and the seconds spent once, where the call was prepared."""
+        """Return the settings of a prepared call and the seconds of its preparation."""
         prepared = built.prepared
         return {} if prepared is None else {"settings": prepared.settings, "seconds": prepared.seconds}
 
@@ -167,12 +167,12 @@ def provider_knob(order: tuple[str, ...]) -> Knob:
 
 
 class UnfusedFused(AttentionTarget):
-    """Unfused attention against the first fused backend of `order` that can do the case, or the one of --provider."""
+    """Unfused attention against the backend of --provider, or the first fused backend of `order` that can do the case."""
 
     order: tuple[str, ...]
 
-    def _first_able(self, case: Case) -> tuple[str, Support]:
-        """Return the first backend that can do the case, or "" and the reason of each."""
+    def _find_backend(self, case: Case) -> tuple[str, Support]:
+        """Return the first backend that can do the case, or "" and the reasons of all backends."""
         names = self.order if case.value("provider") == "auto" else (case.value("provider"),)
         asked, listed = [backends.backend_of(name) for name in names], ", ".join(names)
         if not (cuda := cuda_support()) and not any(backend.machine() for backend in asked):
@@ -187,11 +187,11 @@ class UnfusedFused(AttentionTarget):
 
     def backend(self, case, side):
         """Return the name of a side's backend, "" if there is none."""
-        return "unfused" if side == "baseline" else self._first_able(case)[0]
+        return "unfused" if side == "baseline" else self._find_backend(case)[0]
 
     def support(self, case, side):
         """Whether this machine runs this side of the case, and why not."""
-        answer = Support(True) if side == "baseline" else self._first_able(case)[1]
+        answer = Support(True) if side == "baseline" else self._find_backend(case)[1]
         return answer and Target.support(self, case, side)
 
 
@@ -214,12 +214,12 @@ class FlashAttentionGluon(UnfusedFused):
 
 # ---- one named backend against another --------------------------------------------------------------------------------
 
-# SDPA's backends, and those outside of torch that have a backward pass.
+# SDPA's backends, and other backends with a backward pass.
 CHOICES = (*backends.SDPA_CHOICES, "gluon", "cute", "flash_attn")
 
 
 class FlashSdp(AttentionTarget):
-    """One backend against another, forward, backward or both, with heads in groups: by default of SDPA."""
+    """Two backends, by default of SDPA: forward, backward or both, with grouped heads."""
 
     chapter, workload = "labs/cudnn_sdpa_bench", "flash_sdp"
     summary = "one attention backend against another on the same inputs, forward and backward"
@@ -261,7 +261,7 @@ MATRIX_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp16", "bf16")}  # on a CPU 
 
 
 class Suite(AttentionTarget):
-    """One contender over the matrix: a size given by a flag replaces that column of every row, a dtype both."""
+    """One backend over the matrix. A size in a flag replaces its column in all rows; a dtype replaces both dtypes."""
 
     chapter = "attention_suite"
     knobs = (*shape_knobs((None,) * 5, (None,) * 5), CAUSAL)

@@ -1,4 +1,4 @@
-"""One call of an attention backend that was asked for by name, and the proof that this backend ran.
+"""Call an attention backend by its name, and prove that this backend ran.
 
 workload = Workload(4, 32, 1024, 128, "bf16", "causal", kv_heads=8, direction="both")
 inputs = make_inputs(workload, device, seed=0)             # q, k, v and the gradient of the output
@@ -22,12 +22,12 @@ from utils.benchmark.profiling import Launched
 
 SDPA = ("cudnn", "flash", "math", "efficient")
 SDPA_CHOICES = ("auto", *SDPA)  # "auto" is torch's own choice
-# What records, flags and targets call a backend, where that is not its name in `attention`.
+# Names in records, flags and targets -> names in `attention`, if they differ.
 NAMES = {"auto": "sdpa", "unfused": "naive", "eager": "flex_eager", "compiled": "flex"}
 
 
 def backend_of(name: str) -> Backend:
-    """Return the attention backend that records, flags and targets call by this name."""
+    """Return the attention backend with this name in records, flags and targets."""
     return attention.find_backend(NAMES.get(name, name))
 
 
@@ -35,8 +35,8 @@ def backend_of(name: str) -> Backend:
 def bind(workload: Workload, name: str, inputs: Sequence[torch.Tensor]) -> Callable[[], object]:
     """Return the call that is timed: the output, the three gradients ("backward"), or all four ("both").
 
-    The backend is not asked whether it accepts the problem but tried: what raises Refused here is torch's own reason. The
-    output's gradient gets the output's own memory order, so that no backend pays for a copy of it.
+    One try shows whether the backend accepts the problem; if not, Refused has torch's reason. The output's gradient gets
+    the memory order of the output, so that no backend must copy it.
     """
     tensors = [x.detach().requires_grad_(workload.direction != "forward") for x in inputs[:3]]
     problem = attention.make_problem(*tensors, **workload.attention_arguments)
@@ -61,7 +61,7 @@ def bind(workload: Workload, name: str, inputs: Sequence[torch.Tensor]) -> Calla
 
 
 def sdpa_backend(launched: Launched, direction: str = "forward") -> str:
-    """Return the SDPA backend that ran, by the operators of the forward pass, the backward pass, or both."""
+    """Find the SDPA backend that ran by its operators: of the forward pass, the backward pass, or both."""
     passes: dict[str, set[str]] = {}
     if direction != "backward":
         passes["forward"] = {FORWARD_OPERATORS[name] for name in launched.operators if name in FORWARD_OPERATORS}
@@ -76,9 +76,9 @@ def sdpa_backend(launched: Launched, direction: str = "forward") -> str:
 
 
 def prove(asked: str, launched: Launched, direction: str = "forward") -> str:
-    """Return the name of the backend that ran; raise WrongRun unless it is the one that was asked for.
+    """Return the name of the backend that ran; raise WrongRun unless it is the backend `asked`.
 
-    On a GPU the kernels must be the backend's own too, and for a fused SDPA backend the operators.
+    On a GPU the kernels must belong to the backend, and for a fused SDPA backend also the operators.
 
     Args:
         asked: a backend's name; "auto" is torch's own choice of SDPA backend.
@@ -92,7 +92,7 @@ def prove(asked: str, launched: Launched, direction: str = "forward") -> str:
             operators = [name for name in launched.operators if "scaled_dot" in name] or [MATH_BACKWARD]
             raise WrongRun(f"the SDPA backend {asked} was asked for and {ran} ran, by {', '.join(operators)}.")
         if not launched.kernels or ran not in PINS:
-            return ran  # the operator is the proof; "overrideable" has no kernels of its own
+            return ran  # the operator is the proof, because "overrideable" has no special kernels
     backend = backend_of(ran)
     names = launched.kernels or launched.operators
     pattern = backend.kernels if launched.kernels else backend.cpu_operators

@@ -1,4 +1,4 @@
-"""A target: its knobs, its cases, and its two sides, which can be supported, built, proved and named."""
+"""The base class of targets. A target has knobs, cases and two sides; it builds, proves and names a side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from utils.machine.device import Support, compute_capability
 
 SIDES = ("baseline", "optimized")
 SHAPE_KNOBS = ("batch", "heads", "seq_len", "head_dim", "dtype")
-# Knobs that make the workload or its inputs ("layout" in older results). The others choose the kernel that computes it.
+# Knobs that make the workload or its inputs ("layout" in older results). All other knobs choose the kernel.
 WORKLOAD_KNOBS = (
     *SHAPE_KNOBS,
     *("causal", "mask", "doc_span", "score_mod", "seed", "kv_heads", "seq_len_kv", "window", "layout", "pass"),
@@ -25,25 +25,25 @@ WORKLOAD_KNOBS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One workload of a target on one device, with every knob in force."""
+    """One workload of a target on one device, with the settings of all knobs."""
 
     target: str
-    workload: Any  # a Workload, or another object with its label, dtype, cost, to_dict and bytes_needed
+    workload: Any  # a Workload, or an object that also has label, dtype, cost, to_dict and bytes_needed
     settings: Mapping[str, Setting]
     device: torch.device
-    swept: Mapping[str, str] = field(default_factory=dict)  # the value of `--sweep` that made this case
+    swept: Mapping[str, str] = field(default_factory=dict)  # this case's values of `--sweep`
 
     def value(self, key: str) -> Any:
-        """Return the value in force of the knob `key`."""
+        """Return the value of the knob `key`."""
         return self.settings[key].value
 
     @property
     def label(self) -> str:
-        """The workload in short: "B4 H16 S4096 D64 bf16 causal"."""
+        """A short text of the workload: "B4 H16 S4096 D64 bf16 causal"."""
         return self.workload.label
 
     def knobs_record(self) -> dict:
-        """Return {knob: {"value", "origin"}} for the results; knobs of the shape get this case's values."""
+        """Return {knob: {"value", "origin"}} for the results, with this case's shape."""
         return {
             key: {
                 "value": getattr(self.workload, key, setting.value) if key in SHAPE_KNOBS else setting.value,
@@ -55,12 +55,12 @@ class Case:
 
 @dataclass
 class Built:
-    """One side, ready to be called: exactly `fn()` is verified, proved and timed."""
+    """One side, ready for its call. The run verifies, proves and times the same `fn()`."""
 
     fn: Callable[[], torch.Tensor]
-    provider: str  # the provider that was asked for; "auto" where torch chooses
+    provider: str  # the requested provider; "auto" if torch chooses
     implementation: str = ""
-    prepared: Prepared | None = None  # what `utils.attention.prepare` returned, where a side has one
+    prepared: Prepared | None = None  # result of `utils.attention.prepare`, if the side uses it
 
 
 def interpreted(name: str, device: torch.device) -> Support:
@@ -71,7 +71,7 @@ def interpreted(name: str, device: torch.device) -> Support:
 
 
 class Target:
-    """A benchmark with a baseline and an optimized side. Each family of targets has a file with its subclass."""
+    """A benchmark with a baseline and an optimized side. Each family of targets has a subclass in a separate file."""
 
     chapter: str  # "labs/flexattention"
     workload: str  # "flex_attention"
@@ -91,11 +91,11 @@ class Target:
         return f"{self.chapter}:{side}_{self.workload}"
 
     def cases(self, settings: Mapping[str, Setting], device: torch.device) -> list[Case]:
-        """Make the cases of these settings; raise BenchError for values that do not go together."""
+        """Make the cases of these settings; raise BenchError for a combination that is not allowed."""
         raise NotImplementedError
 
     def support(self, case: Case, side: str) -> Support:
-        """Whether this machine runs this side of the case, and why not: here, whether its dtype is worth timing."""
+        """Whether this machine runs this side of the case, and why not. The base class checks that the dtype is fast enough."""
         kind, dtype = case.device.type, case.workload.dtype
         if kind == "cpu" and dtype == "fp16":
             why = "fp16 matrix products run near 1 GFLOP/s on a CPU, so their time says nothing."
@@ -119,14 +119,14 @@ class Target:
         raise NotImplementedError
 
     def bounds(self, case: Case, side: str, precision: str, earlier: Mapping[str, dict]) -> tuple[float, float] | None:
-        """Return the errors allowed, of the whole and of the worst row; None for what the rounding explains.
+        """Return the bounds on the errors of the whole and of the worst row; None takes `rounding_bounds`.
 
-        `precision` is that of the products, and `earlier` has the verifications of the sides before, by side.
+        precision: of the products. earlier: a side -> its verification, for the sides before this side.
         """
         return None
 
     def facts(self, case: Case, side: str, built: Built) -> dict:
-        """Return further facts for the results about a side that was verified and proved, such as its memory."""
+        """Return more facts for the results, such as the memory of a side, after its verification and proof."""
         return {}
 
     def build(self, case: Case, side: str, *inputs: torch.Tensor) -> Built:
@@ -134,7 +134,7 @@ class Target:
         raise NotImplementedError
 
     def prove(self, case: Case, side: str, built: Built, launched: Launched) -> str:
-        """Name what really ran, judged by what was launched; raise WrongRun if it is not what was asked for."""
+        """Name the kernel or backend that ran, judged by the launches; raise WrongRun if it is the wrong one."""
         raise NotImplementedError
 
     def range_name(self, side: str, ran: str) -> str:

@@ -1,7 +1,7 @@
 """labs/flexattention: FlexAttention eager against compiled, and the CuTe kernel for machines without FlexAttention.
 
 Block size, document span and compile mode are read at run time: from the flags, else from BLOCK_SIZE, DOC_SPAN and
-TORCH_COMPILE_MODE. The block mask is one for all batches and heads, and the results say what it cost.
+TORCH_COMPILE_MODE. All batches and heads share one block mask. The results contain the time to build it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from utils.bench.targets.attention import (
 )
 
 BLOCK_SIZES = ("16", "32", "64", "128", "256")
-# Eager FlexAttention stores all scores, so that anything fused looks fast beside it. The other two are dense attention,
-# compiled or of SDPA, under a stored mask.
+# Eager FlexAttention stores all scores, so every fused kernel looks fast in comparison. The other two baselines are dense
+# attention under a stored mask, compiled or by SDPA.
 BASELINES = ("eager", "naive_compiled", "sdpa")
 
 
 class FlexAttention(AttentionTarget):
-    """FlexAttention as eager Python against FlexAttention compiled."""
+    """Eager FlexAttention against compiled FlexAttention."""
 
     chapter, workload = "labs/flexattention", "flex_attention"
     summary = "FlexAttention with a block mask and a score modifier: eager against torch.compile"
@@ -66,7 +66,7 @@ class FlexAttention(AttentionTarget):
         return build_prepared(name, case, (q, k, v), **options)
 
     def facts(self, case, side, built):
-        """Return the settings in force; of the compiled side also the mask's sparsity and cost."""
+        """Return the settings, and for the compiled side also sparsity and cost of the mask."""
         facts, length = super().facts(case, side, built), case.workload.seq_len
         mask, size = by_name(case.workload.mask, case.workload.doc_span), int(case.value("block_size"))
         if side == "baseline" or mask is None:
@@ -95,7 +95,7 @@ class FlexAttentionCute(UnfusedFused):
         "baseline": "unfused, with a mask",
         "optimized": "CuTe, else flash-attn, else torch flash",
     }
-    order = ("cute", "flash_attn", "flash")  # the last two take documents as sequences of one length, no modifier
+    order = ("cute", "flash_attn", "flash")  # the last two: documents of equal length, no modifier
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 64, "bf16")),
         *MASK_KNOBS,

@@ -2,9 +2,9 @@
 
     labs bench run mymodule:fused --against mymodule:plain --input "x=randn(n, 4096, bf16)" --sweep n=1k:16k:x2
 
-A function gets its tensors in the order of the inputs, and constants by name. The baseline computed in float64 is the
-reference, or the function itself where it stands alone: then the error is its own rounding. What cannot compute in
-float64 is compared with the baseline as it is, and a note says so.
+A function gets its tensors in the order of the inputs, and constants by name. The reference is the baseline in float64.
+Without a baseline it is the function itself in float64, and the error shows its rounding. If the baseline cannot compute
+in float64, its plain result is the reference, and a note says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from utils.validation import first_line, whole_number
 
 FILLS: dict[str, Callable] = {"randn": torch.randn, "rand": torch.rand, "zeros": torch.zeros, "ones": torch.ones}
 HOW = "write it as 'a=randn(4096, 4096, bf16)' (or rand, zeros, ones) or as a constant, 'dim=-1'"
-SLACK = 2.0  # an optimized side may be this many times as far from float64 as the baseline
+SLACK = 2.0  # an optimized side may have this many times the error of the baseline
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Argument:
 
 
 def read_argument(text: str, values: Mapping[str, Any]) -> Argument:
-    """Read "a=randn(4096, n, bf16)" or "dim=-1"; `values` has those of names such as n."""
+    """Read "a=randn(4096, n, bf16)" or "dim=-1". `values` maps a name, such as n, to its size."""
     try:
         (line,) = ast.parse(text.strip()).body
         assert isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)
@@ -79,14 +79,14 @@ def read_argument(text: str, values: Mapping[str, Any]) -> Argument:
 
 @dataclass(frozen=True)
 class CallWorkload:
-    """The arguments of functions, and what one call costs."""
+    """The arguments of the functions, and the cost of one call."""
 
     arguments: tuple[Argument, ...]
     functions: tuple[Callable, ...] = ()  # the baseline's first
 
     @functools.cached_property
     def cost(self) -> Cost:
-        """What the first function costs that can be counted; it is counted when it is first asked for."""
+        """FLOPs and bytes of the first function, as far as `count_cost` can count them. They are counted once."""
         costs = (count_cost(fn, self) for fn in self.functions)
         return next((cost for cost in costs if cost.flops or cost.bytes), Cost(0, 0))
 
@@ -97,7 +97,7 @@ class CallWorkload:
 
     @property
     def label(self) -> str:
-        """Such as "a 4096x4096 b 4096x4096 bf16"."""
+        """A short text such as "a 4096x4096 b 4096x4096 bf16"."""
         return " ".join([*map(str, self.arguments), self.dtype])
 
     def to_dict(self) -> dict:
@@ -110,7 +110,7 @@ class CallWorkload:
         return int(self.cost.bytes + numbers * (DTYPES[self.dtype].itemsize + 3 * 8))
 
     def fill(self, device: torch.device | str, seed: int) -> tuple[torch.Tensor, ...]:
-        """Draw the tensors; on every machine the same, from the seed."""
+        """Draw the tensors from the seed. They are the same on every machine."""
         generator = torch.Generator().manual_seed(seed)
         drawn = []
         for one in self.arguments:
@@ -121,12 +121,12 @@ class CallWorkload:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The arguments that are no tensors, by name."""
+        """The constants: name -> value."""
         return {one.name: one.constant for one in self.arguments if not one.fill}
 
 
 def count_cost(fn: Callable, workload: CallWorkload) -> Cost:
-    """Count FLOPs of matrix products, and bytes read and written, on tensors without memory; 0 where that fails."""
+    """Count FLOPs of matrix products, and bytes read and written, on tensors without memory; 0 if it fails."""
     tensors = [torch.empty(one.shape, dtype=DTYPES[one.dtype], device="meta") for one in workload.arguments if one.fill]
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -138,8 +138,8 @@ def count_cost(fn: Callable, workload: CallWorkload) -> Cost:
 
 
 def check_order(name: str, fn: Callable, given: list[str]) -> None:
-    """Raise BenchError if the tensors have the names of the function's parameters, and not their order."""
-    with contextlib.suppress(ValueError):  # a function in C may say nothing of its parameters
+    """Raise BenchError if the tensors have the names of the function's parameters, but in a different order."""
+    with contextlib.suppress(ValueError):  # a function in C may hide its parameters
         takes = list(inspect.signature(fn).parameters)
         if set(given) <= set(takes) and given != takes[: len(given)]:
             raise BenchError(f"{name} takes {', '.join(takes)}; give the tensors of --input in that order, first.")
@@ -154,16 +154,16 @@ def _double(value: torch.Tensor) -> torch.Tensor:
 
 
 class FunctionTarget(Target):
-    """A function of tensors against another one, on the same tensors."""
+    """Two functions on the same tensors."""
 
-    arguments: tuple[str, ...] = ()  # as --input has them: "a=randn(m, k, dtype)", of the knobs m, k and dtype
+    arguments: tuple[str, ...] = ()  # as in --input: "a=randn(m, k, dtype)" uses the knobs m, k and dtype
 
     def function(self, case: Case, side: str) -> tuple[str, Callable]:
         """Return the name and the function of a side; ("", ...) if there is no such side."""
         raise NotImplementedError
 
     def cases(self, settings, device):
-        """Return the one case of these settings, with the functions that say what a call costs."""
+        """Return the case of these settings. Its workload has the functions, to count their cost."""
         values = {key: setting.value for key, setting in settings.items()}
         arguments = tuple(read_argument(text, values) for text in values.get("inputs", self.arguments))
         case = Case(self.name, CallWorkload(arguments), settings, device)
@@ -178,14 +178,14 @@ class FunctionTarget(Target):
         return case.workload.fill(case.device, seed.value if seed else 42)
 
     def expected(self, case, *inputs):
-        """Return the reference of each result that is a tensor, by name, and keep in `compared_with` what it is."""
+        """Return a reference for each tensor of the result, by name. `compared_with` describes the references."""
         results, said = self._reference(case, inputs)
         tensors = [one.double() for one in _tuple(results) if isinstance(one, torch.Tensor)]
         self.compared_with = said if tensors or said.startswith("not") else "not compared: no tensor is returned"
         return {f"output {i} ({said})": tensor for i, tensor in enumerate(tensors)}
 
     def _reference(self, case: Case, inputs: tuple) -> tuple[Any, str]:
-        """Return the results that both sides are compared with, and what they are, in words."""
+        """Return the reference results of both sides, and a description in words."""
         alone = not self.function(case, "baseline")[0]
         name, fn = self.function(case, "optimized" if alone else "baseline")
         if alone and not inputs:
@@ -198,7 +198,7 @@ class FunctionTarget(Target):
         return (None, f"not compared: {why}") if alone else (fn(*inputs, **constants), f"compared with {name}: {why}")
 
     def bounds(self, case, side, precision, earlier):
-        """Return the errors allowed: any of the function that is its own reference, of which the other may have twice."""
+        """Return the bounds: none for the function that made the reference, and SLACK times its error for the other side."""
         if side == "baseline" or not self.function(case, "baseline")[0]:
             return 1.0, 1.0
         whole, row = rounding_bounds(precision)
@@ -212,16 +212,16 @@ class FunctionTarget(Target):
         return Built(bound, name, getattr(fn, "__module__", "") or "")
 
     def prove(self, case, side, built, launched):
-        """Return the function's name; what it launched stands in the results."""
+        """Return the function's name. There is no proof; the results list the launches."""
         return built.provider
 
     def facts(self, case, side, built):
-        """Say what the side was compared with."""
+        """Return the description of the reference."""
         return {} if side == "baseline" else {"notes": [f"{self.compared_with}."]}
 
 
 class UserFunction(FunctionTarget):
-    """A function `module:function`, and the one of --against if that is given."""
+    """A function `module:function`, and the baseline of --against, if given."""
 
     knobs = ()
 
@@ -243,7 +243,7 @@ def find_function(name: str) -> Callable:
         sys.path.insert(0, here)
     try:
         found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # the import runs the user's module, which may raise anything
         raise BenchError(f"there is no function {name!r}: {type(error).__name__}: {first_line(error)}.") from None
     if not callable(found):
         raise BenchError(f"{name} is a {type(found).__name__} and no function.")
@@ -251,9 +251,9 @@ def find_function(name: str) -> Callable:
 
 
 class Versions(FunctionTarget):
-    """Versions of an operator of `utils.kernels`, chosen by --kernel, against one of torch."""
+    """A version of an operator of `utils.kernels` against torch's operator. --kernel chooses the version."""
 
-    versions: Mapping[str, tuple[Callable, str]]  # function, and a pattern of what proves it; the first is the baseline
+    versions: Mapping[str, tuple[Callable, str]]  # function, name pattern of its kernel; the baseline is first
 
     def function(self, case, side):
         """Return the name and the function of a side."""
@@ -270,7 +270,7 @@ class Versions(FunctionTarget):
         return answer and super().support(case, side)
 
     def prove(self, case, side, built, launched):
-        """Return the version that ran; raise WrongRun if nothing that was launched is its own."""
+        """Return the version that ran; raise WrongRun if no launch belongs to the version."""
         pattern = self.versions[built.provider][1]
         if not any(re.search(pattern, name) for name in (*launched.kernels, *launched.operators)):
             raise WrongRun(
@@ -286,7 +286,7 @@ COMMON = (
 
 
 class Gemm(Versions):
-    """C = A @ B by a rung of the course's ladder, against torch.matmul."""
+    """C = A @ B by one of the course's kernels, against torch.matmul."""
 
     chapter, workload = "labs/gemm", "gemm"
     summary = "C = A @ B: a kernel of the course's ladder against torch.matmul"
@@ -308,7 +308,7 @@ class Gemm(Versions):
 
 
 class Gelu(Versions):
-    """tanh-GELU in one kernel, against the same written out in nine."""
+    """tanh-GELU in one kernel, against tanh-GELU in nine kernels."""
 
     chapter, workload = "labs/gelu", "gelu"
     summary = "tanh-GELU: one fused kernel against an operation at a time"
