@@ -11,12 +11,12 @@ from utils.attention.gluon.backward.order import (
     Order,
     best_order,
     blocks_of,
-    list_schedule,
     query_tiles,
     schedule_tiles,
     tiles_in_order,
 )
 from utils.attention.gluon.backward.plan import plan_for, span
+from utils.attention.gluon.plan import list_schedule
 
 
 def blocks_at(batch, heads, kv_heads, length, head_dim, causal, sms=132):

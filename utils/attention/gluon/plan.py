@@ -92,15 +92,13 @@ _PART = {1: 1.0, 2: 0.8, 3: 0.6}  # {consumers: time of a part, as a fraction of
 _CAUSAL = {"": (0.8, 1.5, 1.3), "few": (0.0, 1.2, 1.0), "narrow": (0.8, 0.5, 1.6), "four": (0.8, 0.8, 2.0)}
 
 
-def longest_load(costs: Sequence[float], heads: int, programs: int) -> float:
-    """Return the time of the busiest program, if each tile goes to the program with the least work (`deal_tiles`)."""
-    if len(costs) * heads > 8 * programs:
-        return sum(costs) * heads / programs
-    loads = [0.0] * programs  # a heap
-    for cost in sorted(costs, reverse=True):
-        for _ in range(heads):
-            heapq.heapreplace(loads, loads[0] + cost)
-    return max(loads)
+def list_schedule(costs: list[float], programs: int) -> float:
+    """Return the end of the last program, if each program takes the next cost when it is free."""
+    free = costs[:programs]
+    heapq.heapify(free)
+    for cost in costs[programs:]:
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)
 
 
 def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int) -> str:
@@ -131,7 +129,10 @@ def variant_for(head_dim: int, causal: bool, window: int, sq: int, sk: int, head
         def load(name: str) -> float:
             plan, (program, tile, keys) = plan_for(5, head_dim, name), _CAUSAL[name]
             costs = [tile + keys * n * plan.block_n / 128 for n in tile_blocks(plan, sq, sk, True, 0)]
-            return program + longest_load(costs, heads, programs)
+            if len(costs) * heads > 8 * programs:
+                return program + sum(costs) * heads / programs
+            # Each tile goes to the program with the least work (`deal_tiles`), the longest tiles first.
+            return program + list_schedule([x for x in sorted(costs, reverse=True) for _ in range(heads)], programs)
 
         return min(_CAUSAL, key=load)
     few, large, blocks = rounds("few"), rounds(""), -(-sk // 128)

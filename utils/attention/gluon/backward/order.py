@@ -15,11 +15,11 @@ The schedule gives each block to the SM that is free first. Its costs are fitted
 from __future__ import annotations
 
 import functools
-import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from utils.attention.gluon.backward.plan import BackwardPlan
+from utils.attention.gluon.plan import list_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -105,15 +105,6 @@ def tiles_in_order(blocks: Blocks, section: int) -> list[int]:
         for tiles in blocks.tiles:
             found += [tiles * blocks.group] * min(section, blocks.heads - start)
     return found
-
-
-def list_schedule(costs: list[float], sms: int) -> float:
-    """Return the end of the last SM, if each SM takes the next program as soon as it is free."""
-    free = costs[:sms]
-    heapq.heapify(free)
-    for cost in costs[sms:]:
-        heapq.heapreplace(free, free[0] + cost)
-    return max(free)
 
 
 def schedule_tiles(blocks: Blocks, order: Order) -> float:
